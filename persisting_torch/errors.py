@@ -37,3 +37,7 @@ class StaleOwner(PersistingError):
 
 class FormatError(PersistingError):
     """The files at a path are not a queue that this version can read."""
+
+
+class FlushFailed(PersistingError, OSError):
+    """Waiting samples could not be written; they are kept in memory for the next flush."""

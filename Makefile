@@ -1,0 +1,51 @@
+# `make demo` and `make test` need nothing but Python 3.10-3.13 and make.
+
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+INSTALLED := $(VENV)/.installed
+PYTEST_ARGS ?=
+BENCH_ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test slow check format bench clean
+
+help: ## say what there is to make
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
+	@echo "  PYTHON=python3.12 chooses the interpreter, PYTEST_ARGS and BENCH_ARGS are passed on"
+
+install: $(INSTALLED) ## make .venv with pinned versions and this checkout, editable
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 10) else "persisting_torch needs Python 3.10 or newer, $(PYTHON) is " + sys.version.split()[0] + "; choose another with PYTHON=...")'
+	@test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	@echo "installing the pinned packages into $(VENV) (once; minutes)"
+	@$(RUN) -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[cli,cluster,dev]'
+	@touch $@
+
+demo: $(INSTALLED) ## train from a queue while producers fill it, kill the trainer, resume, count
+	$(RUN) examples/digits_lightning.py
+
+test: $(INSTALLED) ## all tests but the slow ones
+	$(RUN) -m pytest -m "not slow" $(PYTEST_ARGS)
+
+slow: $(INSTALLED) ## the tests that need minutes, kill tests among them
+	$(RUN) -m pytest -m slow $(PYTEST_ARGS)
+
+check: $(INSTALLED) ## lint, format, types, one-way imports, code blocks of README and docs
+	$(RUN) -m ruff check
+	$(RUN) -m ruff format --check
+	$(RUN) -m mypy
+	$(RUN) -m pytest tests/house $(PYTEST_ARGS)
+
+format: $(INSTALLED) ## apply ruff's fixes and format
+	$(RUN) -m ruff check --fix
+	$(RUN) -m ruff format
+
+bench: $(INSTALLED) ## the benchmarks of the local queue, with their ratios
+	$(RUN) benchmarks/queue_local.py $(BENCH_ARGS)
+
+clean: ## remove the environment, caches and what the demo left behind
+	rm -rf $(VENV) build dist demo_data lightning_logs checkpoints
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

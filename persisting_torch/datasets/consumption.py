@@ -1,0 +1,170 @@
+"""The callback that makes training exactly-once: a cursor that counts what optimizer steps used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from torch.utils._pytree import tree_leaves
+
+from persisting_torch.datasets.cursor import Cursor
+from persisting_torch.datasets.loader import PersistingDataLoader
+
+Identity = tuple[str, str, str]
+
+
+class ConsumptionCheckpoint(Callback):
+    """Keeps in every checkpoint how many global batches the optimizer has used; resumes there.
+
+    PersistingDataModule adds it by itself; give it to the Trainer where PersistingDataLoaders come
+    from elsewhere. It counts a batch as used when an optimizer step has covered it, whatever was
+    prefetched, accumulated or interrupted, so weights and cursor in one checkpoint always agree. On
+    `fit(ckpt_path=...)` the loaders go on with the first batch that the restored weights have not
+    used, wherever in an epoch that was. `validate`, `test` and `predict` leave it alone.
+
+    The queue is told that batches are consumed once a checkpoint that counts them has been written;
+    where the Trainer has no callback that writes resumable checkpoints, at each optimizer step.
+    With AsyncCheckpointIO, which writes behind the training, it is told when `fit` ends. A
+    `fast_dev_run` consumes nothing.
+
+    Under manual optimization a step is one made through `self.optimizers()`, which is what the
+    Trainer's `global_step` counts.
+    """
+
+    def __init__(self) -> None:
+        self._cursors: dict[Identity, Cursor] = {}
+        self._loaders: dict[Identity, PersistingDataLoader] = {}
+        self._written: dict[Identity, int] = {}
+        """Cursors in a checkpoint that is being written, or was; not yet told to the queue."""
+        self._stage = ""
+        self._global_step = 0
+
+    def adopt(self, loader: PersistingDataLoader) -> None:
+        """Count this loader's batches from now on."""
+        dataset = loader.dataset
+        if not dataset.consume:
+            return
+        cursor = self._cursors.setdefault(dataset.identity, dataset.cursor)
+        if cursor is not dataset.cursor:
+            cursor.overtaken = cursor.overtaken or dataset.cursor.holding
+            dataset.cursor = cursor
+        cursor.driven = True
+        self._loaders[dataset.identity] = loader
+
+    def commit_written(self, trainer: Trainer) -> None:
+        """Tell the queue what the checkpoints written so far count as used."""
+        written, self._written = self._written, {}
+        self._commit(trainer, written)
+
+    def release(self) -> None:
+        """End what reads ahead, and let the loaders count for themselves again."""
+        for loader in self._loaders.values():
+            loader.close()
+        self._loaders.clear()
+        for cursor in self._cursors.values():
+            cursor.driven = False
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """The cursors, as primitives: [{"k": ..., "queue": ..., "partition": ..., "task": ...}]."""
+        used = self._used()
+        self._written.update(used)
+        states = [
+            {"k": k, "queue": queue, "partition": partition, "task": task}
+            for (queue, partition, task), k in used.items()
+        ]
+        return {"cursors": states} if states else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Seek every loader to the checkpoint's cursor; only while fitting."""
+        if self._stage != "fit":
+            return
+        for state in state_dict["cursors"]:
+            key = (state["queue"], state["partition"], state["task"])
+            self._cursors.setdefault(key, Cursor()).seek(state["k"])
+            self._written[key] = state["k"]
+
+    # Hooks
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._stage = stage
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._global_step = trainer.global_step
+        self._adopt_all(trainer)
+        self.commit_written(trainer)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._adopt_all(trainer)
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._commit_if_on_disk(trainer)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        for cursor in self._cursors.values():
+            cursor.finish()
+        if trainer.global_step == self._global_step:
+            return
+        self._global_step = trainer.global_step
+        for cursor in self._cursors.values():
+            cursor.step()
+        if not _writes_checkpoints(trainer):
+            self._commit(trainer, self._used())
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._commit_if_on_disk(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._commit_if_on_disk(trainer)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.commit_written(trainer)
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        # The exception may have come from writing the checkpoint.
+        self._written.clear()
+        self.release()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":
+            self.release()
+
+    def _used(self) -> dict[Identity, int]:
+        return {key: c.used for key, c in self._cursors.items() if c.used is not None}
+
+    def _adopt_all(self, trainer: Trainer) -> None:
+        """Adopt the loaders that the Trainer has, and make it drop batches from before a seek."""
+        for loader in tree_leaves(trainer.train_dataloader):
+            if isinstance(loader, PersistingDataLoader):
+                self.adopt(loader)
+        if any(cursor.overtaken for cursor in self._cursors.values()):
+            assert trainer.fit_loop._data_fetcher is not None
+            iter(trainer.fit_loop._data_fetcher)
+
+    def _commit_if_on_disk(self, trainer: Trainer) -> None:
+        if not isinstance(trainer.strategy.checkpoint_io, AsyncCheckpointIO):
+            self.commit_written(trainer)
+
+    def _commit(self, trainer: Trainer, used: dict[Identity, int]) -> None:
+        if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
+        for key, k in used.items():
+            if key in self._loaders:
+                self._loaders[key].dataset.commit(k)
+
+
+def _writes_checkpoints(trainer: Trainer) -> bool:
+    """Whether some callback writes checkpoints that a run can be resumed from."""
+    return any(
+        isinstance(callback, Checkpoint) and not getattr(callback, "save_weights_only", False)
+        for callback in trainer.checkpoint_callbacks
+    )

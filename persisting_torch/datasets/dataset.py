@@ -1,0 +1,374 @@
+"""A queue as an iterable dataset of batches."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+from tensordict import TensorDictBase
+from torch.utils.data import IterableDataset, get_worker_info
+
+from persisting_torch.datasets.cursor import Cursor
+from persisting_torch.datasets.delivery import Delivery, Source
+from persisting_torch.datasets.handle import QueueHandle
+from persisting_torch.datasets.ranks import Ranks, discover
+from persisting_torch.datasets.reading import Pass, cut
+from persisting_torch.errors import PersistingError, WaitTimeout
+from persisting_torch.queue.names import check_name
+from persisting_torch.samplers import BaseSampler, ShuffleSampler
+
+if TYPE_CHECKING:
+    from persisting_torch.queue import Queue
+    from persisting_torch.queue.claims import Assignment
+
+Last = Literal["drop", "pad", "split"]
+
+FIRST_NOTICE_SECONDS = 30.0
+
+log = logging.getLogger(__name__)
+
+
+class PersistingDataset(IterableDataset[Any]):
+    """Batches of a queue's samples: each once, for training, or all of them in every epoch.
+
+    Yields TensorDicts of batch size [batch_size] (or what `transform` makes of them), whose fields
+    are those named in `fields` (None: all; "_index" gives the samples' int64 global indexes).
+
+    With `consume=True` it follows the task's global batches 0, 1, 2, ..., each of
+    batch_size * dp_size samples, formed once, remembered by the queue and answered identically
+    ever after; this rank gets its slice. It waits for samples that are still to come, and ends
+    when the partition is sealed and nothing is left: the remainder that fills no global batch is
+    dropped, padded by repetition, or split in smaller slices, as `last` says. In a plain loop a
+    batch counts as consumed when the next one is asked for, so that a process that starts anew
+    begins with the batch that the one before had in hand; a loop with checkpoints keeps
+    `state_dict` in them instead, and under a Trainer ConsumptionCheckpoint decides.
+
+    With `consume=False` every iteration is one pass over the samples that are ready when it
+    begins, and nothing is marked. All ranks get the same number of batches, and every sample
+    comes: a remainder is split over the ranks (padded with `last="pad"`), and where it is smaller
+    than the number of ranks some get a sample that another has too.
+
+    Args:
+        queue: the queue, or its name under `storage_path`; a name must be that of a queue that
+            exists. Worker processes open it anew.
+        batch_size: samples a batch on each data-parallel rank.
+        task_name: the consumer; tasks consume independently.
+        sampler: chooses the samples of each global batch; default is the order of arrival.
+        dp_rank, dp_size: the data-parallel rank and the number of ranks; by default they are found
+            (see `persisting_torch.datasets.ranks.discover`).
+        timeout: seconds to wait for a batch; None waits for ever, and says in the log what is
+            missing.
+        pad: for ragged fields, the value to pad them with; without it they come as jagged tensors.
+        shuffle_seed: draw samples at random: of those that are ready when a batch is formed, or,
+            with `consume=False`, anew for each epoch (see `set_epoch`).
+        transform: applied to each batch where it is read (in the prefetching thread or a worker).
+
+    Raises, when the first batch is asked for: PersistingError where there is no such queue or no
+    sample has the named fields; WaitTimeout; ProducerFailed.
+    """
+
+    def __init__(
+        self,
+        queue: Queue | str,
+        *,
+        storage_path: str | os.PathLike[str] = "./data",
+        batch_size: int,
+        fields: list[str] | None = None,
+        task_name: str = "train",
+        partition_id: str = "default",
+        sampler: BaseSampler | None = None,
+        dp_rank: int | None = None,
+        dp_size: int | None = None,
+        consume: bool = True,
+        last: Last = "drop",
+        timeout: float | None = None,
+        pad: dict[str, float] | None = None,
+        shuffle_seed: int | None = None,
+        transform: Callable[[TensorDictBase], Any] | None = None,
+    ) -> None:
+        super().__init__()
+        _check(batch_size, fields, sampler, consume, last, timeout, shuffle_seed)
+        self.handle = QueueHandle(queue, storage_path)
+        self.batch_size = batch_size
+        self.fields = None if fields is None else list(fields)
+        self.task_name = check_name(task_name, "task_name")
+        self.partition_id = check_name(partition_id, "partition_id")
+        self.consume = consume
+        self.last = last
+        self.timeout = timeout
+        self.pad = pad
+        self.shuffle_seed = shuffle_seed
+        self.transform = transform
+        self.sampler = sampler
+        if consume and shuffle_seed is not None:
+            self.sampler = ShuffleSampler(shuffle_seed)
+        self.cursor = Cursor()
+        self._epoch = 0
+        self._live: weakref.ref[Delivery] | None = None
+        self._ranks: Ranks | None = None
+        if dp_rank is not None or dp_size is not None:
+            self._ranks = discover(dp_rank, dp_size)
+
+    @property
+    def ranks(self) -> Ranks:
+        """The data-parallel rank; found when first needed, and fixed from then on."""
+        if self._ranks is None:
+            self._ranks = discover()
+        return self._ranks
+
+    @property
+    def identity(self) -> tuple[str, str, str]:
+        """Queue, partition and task: whose cursor this is."""
+        return self.handle.name, self.partition_id, self.task_name
+
+    def set_epoch(self, epoch: int) -> None:
+        """Fix the order of the next pass with `consume=False` and a `shuffle_seed`.
+
+        Without a call the passes of one process are epochs 0, 1, 2, ...
+        """
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        if get_worker_info() is None:
+            return self.deliver(Pass.read_inline)
+        if self.consume:
+            return _refuse_worker(self.handle.name)
+        return (batch for _, batch in self.begin())
+
+    def deliver(self, open_source: Callable[[Pass], Source]) -> Delivery:
+        """An iteration that reads its passes through `open_source`.
+
+        A consumer has one place in the stream, so its earlier iteration ends here.
+        """
+        self.end_delivery()
+        delivery = Delivery(self, open_source)
+        if self.consume:
+            self._live = weakref.ref(delivery)
+        return delivery
+
+    @property
+    def live_delivery(self) -> Delivery | None:
+        """The consuming iteration that somebody still holds."""
+        return None if self._live is None else self._live()
+
+    def end_delivery(self) -> None:
+        """End the consuming iteration, and whatever reads ahead for it."""
+        delivery = self.live_delivery
+        if delivery is not None:
+            delivery.close()
+
+    # The cursor
+
+    def state_dict(self) -> dict[str, Any]:
+        """The cursor, as primitives: global batches below "k" are used.
+
+        In a plain loop the batch in hand counts as used. Taking a state says that the one taken
+        before it has been saved: its batches are then committed as consumed. Under a Trainer it
+        is what optimizer steps have covered.
+        """
+        cursor = self.cursor
+        if cursor.driven:
+            return self._state(cursor.used)
+        if cursor.state_taken is not None:
+            self.commit(cursor.state_taken)
+        cursor.state_taken = cursor.reached()
+        if cursor.state_taken is None:
+            cursor.state_taken = self.handle.engine.cursor(self.task_name, self.partition_id)
+        return self._state(cursor.state_taken)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a state, also in the middle of an iteration.
+
+        Raises ValueError where it is the state of another queue, partition or task.
+        """
+        if self.cursor.driven:
+            return
+        told = (state["queue"], state["partition"], state["task"])
+        if told != self.identity:
+            raise ValueError(
+                f"the state is of task {told[2]!r} on {told[0]}/{told[1]}, and this dataset is of"
+                f" task {self.task_name!r} on {self.handle.name}/{self.partition_id}."
+                " Load the state that this dataset's loader gave."
+            )
+        self.cursor.seek(state["k"])
+        self.cursor.state_taken = state["k"]
+
+    def _state(self, k: int | None) -> dict[str, Any]:
+        name, partition, task = self.identity
+        return {"k": k, "queue": name, "partition": partition, "task": task}
+
+    def settle(self) -> None:
+        """The loop asks for more: what it holds counts as used, unless a Trainer counts."""
+        cursor = self.cursor
+        if cursor.driven or not cursor.holding:
+            return
+        while cursor.finish():
+            pass
+        cursor.step()
+        if cursor.state_taken is None and cursor.used is not None:
+            self.commit(cursor.used)
+
+    def commit(self, k: int) -> None:
+        """Tell the queue that all batches below k are consumed. Rank 0 speaks for all."""
+        if self.consume and self.ranks.rank == 0:
+            self.handle.engine.commit_cursor(self.task_name, self.partition_id, k)
+
+    # Reading
+
+    def begin(self) -> Pass:
+        """A new pass, from the cursor on, or over all that is ready now.
+
+        Raises PersistingError where no sample of the partition has the named fields.
+        """
+        ranks = self.ranks
+        if not self.consume:
+            samples = self._snapshot()
+            self._epoch += 1
+            return Pass(self, 0, cut(samples, self.batch_size, ranks, pad=self.last == "pad"))
+        cursor = self.cursor
+        if cursor.state_taken is not None:
+            self.commit(cursor.state_taken)
+        if cursor.position is None:
+            cursor.seek(self.handle.engine.cursor(self.task_name, self.partition_id))
+        cursor.begin()
+        assert cursor.position is not None
+        return Pass(self, cursor.position, None)
+
+    def _snapshot(self) -> NDArray[np.int64]:
+        engine = self.handle.engine
+        samples: NDArray[np.int64] = engine.snapshot(self.partition_id, self.fields)
+        if not len(samples):
+            self._check_fields()
+            log.warning(
+                "partition %r of queue %r has no samples yet, so a pass over it gives no batch",
+                self.partition_id,
+                self.handle.name,
+            )
+        if self.shuffle_seed is not None:
+            rng = np.random.default_rng((self.shuffle_seed, self._epoch))
+            samples = rng.permutation(samples)
+        return samples
+
+    def read(
+        self, numbers: Iterable[int], slices: list[NDArray[np.int64]] | None, stop: threading.Event
+    ) -> Iterator[tuple[int, Any]]:
+        """The batches of these numbers, until the first that does not exist, or `stop`."""
+        for k in numbers:
+            if slices is not None:
+                if k >= len(slices) or stop.is_set():
+                    return
+                yield k, self._load(slices[k].tolist())
+                continue
+            assignment = self._await(k, stop)
+            if assignment is None:
+                if k == 0 and not stop.is_set():
+                    self._explain_no_batch()
+                return
+            yield k, self._load(list(assignment.slices[self.ranks.rank]))
+
+    def _await(self, k: int, stop: threading.Event) -> Assignment | None:
+        """Global batch k, waited for; a wait without limit says now and then what is missing."""
+        patience = FIRST_NOTICE_SECONDS
+        while True:
+            try:
+                return self.handle.engine.await_assignment(
+                    self.task_name,
+                    self.partition_id,
+                    k,
+                    batch_size=self.batch_size,
+                    dp_size=self.ranks.size,
+                    fields=self.fields,
+                    sampler=self.sampler,
+                    last=self.last,
+                    timeout=patience if self.timeout is None else self.timeout,
+                    stop=stop,
+                )
+            except WaitTimeout as error:
+                if self.timeout is not None:
+                    raise
+                log.warning("still waiting for global batch %d: %s", k, error)
+                patience *= 2
+
+    def _load(self, indexes: list[int]) -> Any:
+        batch = self.handle.engine.read_batch(self.partition_id, indexes, self.fields, pad=self.pad)
+        return batch if self.transform is None else self.transform(batch)
+
+    def _explain_no_batch(self) -> None:
+        """The partition is sealed and not even its first batch was formed: say why."""
+        self._check_fields()
+        ready = len(self.handle.engine.snapshot(self.partition_id, self.fields))
+        log.warning(
+            "partition %r of queue %r is sealed with %d samples ready, which make no global batch"
+            " of %d samples; last='split' or 'pad' would give them",
+            self.partition_id,
+            self.handle.name,
+            ready,
+            self.batch_size * self.ranks.size,
+        )
+
+    def _check_fields(self) -> None:
+        engine = self.handle.engine
+        there = len(engine.snapshot(self.partition_id, None))
+        if not there or len(engine.snapshot(self.partition_id, self.fields)):
+            return
+        raise PersistingError(
+            f"none of the {there} samples of {self.handle.name}/{self.partition_id} has all of the"
+            f" fields {self.fields}. Check the names in `fields`, and what the producers put."
+        )
+
+    def close(self) -> None:
+        """Close the queue, where this dataset opened it; a later iteration opens it again."""
+        self.handle.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.ranks  # noqa: B018  (found here, since a worker must not ask)
+        return self.__dict__ | {"cursor": Cursor(), "_live": None}
+
+
+def _refuse_worker(queue: str) -> Iterator[Any]:
+    raise PersistingError(
+        f"the dataset of queue {queue!r} consumes, and in a worker of a plain DataLoader it cannot"
+        " know which batches have reached the loop. Use PersistingDataLoader, which can, or"
+        " num_workers=0."
+    )
+    yield
+
+
+def _check(
+    batch_size: int,
+    fields: list[str] | None,
+    sampler: BaseSampler | None,
+    consume: bool,
+    last: str,
+    timeout: float | None,
+    shuffle_seed: int | None,
+) -> None:
+    """Raise ValueError or TypeError for arguments that would fail later, or silently."""
+    if not isinstance(batch_size, int) or isinstance(batch_size, bool):
+        raise TypeError(f"batch_size must be an int, got {batch_size!r}.")
+    if batch_size < 1:
+        raise ValueError(
+            f"batch_size must be at least 1, got {batch_size}. It counts samples per batch and"
+            " data-parallel rank."
+        )
+    if isinstance(fields, str):
+        raise TypeError(f"fields must be a list of names, got the string {fields!r}: [{fields!r}]?")
+    if fields is not None and not fields:
+        raise ValueError("fields is empty. Name at least one, or give None for all fields.")
+    if last not in get_args(Last):
+        raise ValueError(f"last must be one of {', '.join(get_args(Last))}, got {last!r}.")
+    if timeout is not None and timeout < 0:
+        raise ValueError(f"timeout must be None or seconds from 0, got {timeout}.")
+    if sampler is not None and not consume:
+        raise ValueError("consume=False takes every sample, so a sampler has nothing to choose.")
+    if sampler is not None and shuffle_seed is not None:
+        raise ValueError(
+            "sampler and shuffle_seed both decide the order. Give one of them"
+            " (shuffle_seed=s stands for ShuffleSampler(s))."
+        )

@@ -1,0 +1,94 @@
+"""A queue as a dataset holds it: usable in this process, and openable anew in another."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from persisting_torch.errors import PersistingError
+from persisting_torch.queue.names import check_name, directory_name
+from persisting_torch.queue.place import MARK, find_queues
+
+if TYPE_CHECKING:
+    from persisting_torch.queue import Queue
+    from persisting_torch.queue.engine import Engine
+
+
+class QueueHandle:
+    """Where a queue is, and this process's handle of it, opened at first use.
+
+    Pickled, it carries the place alone. In the child of a fork it raises PersistingError, since
+    neither the parent's handle nor Lance's threads work there.
+    """
+
+    def __init__(self, queue: Queue | str, storage_path: str | os.PathLike[str]) -> None:
+        self._given: Queue | None = None
+        self._opened: Queue | None = None
+        self._pid = os.getpid()
+        self._options: dict[str, Any] = {}
+        if isinstance(queue, str):
+            self.name = check_name(queue, "queue name")
+            self.storage_path = os.fspath(storage_path)
+        elif hasattr(queue, "engine"):
+            self.name = queue.name
+            self.storage_path = queue.storage_path
+            self._given = queue
+            self._options = {
+                "allow_pickle": queue.allow_pickle,
+                "zerocopy_mode": queue.zerocopy_mode,
+            }
+        else:
+            raise TypeError(
+                f"queue must be a Queue or the name of one, got {type(queue).__name__}: {queue!r}."
+            )
+
+    def check(self) -> None:
+        """Raise PersistingError where there is no such queue yet."""
+        root = Path(self.storage_path).expanduser().absolute()
+        if self._given is not None or (root / directory_name(self.name) / MARK).exists():
+            return
+        others = ", ".join(map(repr, find_queues(root)[:10])) if root.is_dir() else ""
+        there = f"It holds {others}" if others else "It holds no queue"
+        raise PersistingError(
+            f"there is no queue {self.name!r} under storage_path {str(root)!r}. {there}."
+            " Check both; where the trainer starts before the producers, make the queue first"
+            " with Queue(name, storage_path), or give that Queue instead of its name."
+        )
+
+    @property
+    def engine(self) -> Engine:
+        """The synchronous engine of the queue in this process."""
+        return self.queue.engine
+
+    @property
+    def queue(self) -> Queue:
+        """The queue in this process: the one given, or one opened for this handle."""
+        if os.getpid() != self._pid:
+            raise PersistingError(
+                f"the dataset of queue {self.name!r} was made in process {self._pid} and is used in"
+                f" its fork {os.getpid()}, which its files' threads do not survive. Use"
+                " PersistingDataLoader, or give the DataLoader"
+                " multiprocessing_context='forkserver' (or 'spawn')."
+            )
+        if self._given is not None:
+            return self._given
+        if self._opened is None:
+            from persisting_torch.queue import Queue
+
+            self.check()
+            self._opened = Queue(self.name, self.storage_path, **self._options)
+        return self._opened
+
+    def close(self) -> None:
+        """Close what this handle has opened; a queue that was given stays as it is."""
+        if self._opened is not None and os.getpid() == self._pid:
+            self._opened.close()
+        self._opened = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_given": None, "_opened": None, "_pid": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._pid = os.getpid()

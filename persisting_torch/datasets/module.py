@@ -1,0 +1,185 @@
+"""A queue as a LightningDataModule: train from it exactly once, with nothing else to add."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningDataModule
+from tensordict import TensorDictBase
+
+from persisting_torch.datasets.consumption import ConsumptionCheckpoint
+from persisting_torch.datasets.dataset import Last, PersistingDataset
+from persisting_torch.datasets.handle import QueueHandle
+from persisting_torch.datasets.loader import PersistingDataLoader
+from persisting_torch.datasets.ranks import Ranks, discover
+from persisting_torch.queue import Queue
+from persisting_torch.samplers import BaseSampler
+
+
+class PersistingDataModule(LightningDataModule):
+    """Trains a LightningModule from a queue, each sample exactly once, through kills and resumes.
+
+    Training consumes `partition_id` as `task_name`: it waits for samples that are still to come and
+    ends when the partition is sealed. The data module adds ConsumptionCheckpoint to the Trainer, so
+    that `fit(..., ckpt_path=...)` goes on with exactly what the restored weights have not used.
+    Validation, test and prediction go over all samples of their partitions that are ready when they
+    start, and mark nothing; without a partition for them, validation is skipped, and test and
+    prediction raise ValueError.
+
+    The arguments are those of PersistingDataset and PersistingDataLoader; `pin_memory=None` pins
+    where the Trainer runs on CUDA. The queue has to exist when training starts; it is opened in
+    `setup` and, if given by name, closed in `teardown`.
+    """
+
+    def __init__(
+        self,
+        queue: Queue | str,
+        storage_path: str = "./data",
+        *,
+        batch_size: int = 32,
+        fields: list[str] | None = None,
+        task_name: str = "train",
+        partition_id: str = "default",
+        val_partition_id: str | None = None,
+        test_partition_id: str | None = None,
+        predict_partition_id: str | None = None,
+        sampler: BaseSampler | None = None,
+        last: Last = "drop",
+        timeout: float | None = None,
+        pad: dict[str, float] | None = None,
+        shuffle_seed: int | None = None,
+        transform: Callable[[TensorDictBase], Any] | None = None,
+        num_workers: int = 0,
+        prefetch_batches: int = 2,
+        pin_memory: bool | None = None,
+    ) -> None:
+        super().__init__()
+        self._handle = QueueHandle(queue, storage_path)
+        self.batch_size = batch_size
+        self.fields = fields
+        self.task_name = task_name
+        self.partition_id = partition_id
+        self.val_partition_id = val_partition_id
+        self.test_partition_id = test_partition_id
+        self.predict_partition_id = predict_partition_id
+        self.sampler = sampler
+        self.last: Last = last
+        self.timeout = timeout
+        self.pad = pad
+        self.shuffle_seed = shuffle_seed
+        self.transform = transform
+        self.num_workers = num_workers
+        self.prefetch_batches = prefetch_batches
+        self.pin_memory = pin_memory
+        self._training_dataset()  # bad arguments raise here, before a Trainer has started anything
+
+    def prepare_data(self) -> None:
+        self._handle.check()
+
+    def setup(self, stage: str) -> None:
+        self._handle.check()
+        if self.trainer is not None:
+            self._consumption()
+
+    def train_dataloader(self) -> PersistingDataLoader:
+        loader = self._loader(self._training_dataset())
+        if self.trainer is not None:
+            self._consumption().adopt(loader)
+        return loader
+
+    def val_dataloader(self) -> PersistingDataLoader | list[Any]:
+        return [] if self.val_partition_id is None else self._evaluating(self.val_partition_id)
+
+    def test_dataloader(self) -> PersistingDataLoader:
+        return self._evaluating(_required(self.test_partition_id, "test"))
+
+    def predict_dataloader(self) -> PersistingDataLoader:
+        return self._evaluating(_required(self.predict_partition_id, "predict"))
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Repairs the batch size of TensorDicts, which 16- and 64-bit "true" precisions strip."""
+        if isinstance(batch, TensorDictBase) and not batch.batch_size and not batch.is_empty():
+            batch.auto_batch_size_(batch_dims=1)
+        # Lightning calls this hook of the data module in place of the model's own.
+        if self.trainer is not None and self.trainer.lightning_module is not None:
+            batch = self.trainer.lightning_module.on_before_batch_transfer(batch, dataloader_idx)
+        return batch
+
+    def on_exception(self, exception: BaseException) -> None:
+        # Checkpoints written on the way out, after ConsumptionCheckpoint had its turn.
+        if self.trainer is not None:
+            self._consumption().commit_written(self.trainer)
+
+    def teardown(self, stage: str) -> None:
+        self._handle.close()
+
+    def _consumption(self) -> ConsumptionCheckpoint:
+        """The Trainer's ConsumptionCheckpoint, which is added if it has none.
+
+        It comes first, so that whoever saves a checkpoint in a later callback finds the cursor
+        moved. Lightning restores callbacks after `setup`, hence also this one.
+        """
+        assert self.trainer is not None
+        callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
+        found = [each for each in callbacks if isinstance(each, ConsumptionCheckpoint)]
+        if not found:
+            found = [ConsumptionCheckpoint()]
+            callbacks.insert(0, found[0])
+        return found[0]
+
+    def _training_dataset(self) -> PersistingDataset:
+        return self._dataset(
+            self.partition_id,
+            last=self.last,
+            sampler=self.sampler,
+            shuffle_seed=self.shuffle_seed,
+        )
+
+    def _evaluating(self, partition_id: str) -> PersistingDataLoader:
+        return self._loader(self._dataset(partition_id, consume=False, last="split"))
+
+    def _dataset(self, partition_id: str, **choices: Any) -> PersistingDataset:
+        ranks = self._ranks()
+        dataset = PersistingDataset(
+            self._handle.name,
+            batch_size=self.batch_size,
+            fields=self.fields,
+            task_name=self.task_name,
+            partition_id=partition_id,
+            timeout=self.timeout,
+            pad=self.pad,
+            transform=self.transform,
+            dp_rank=ranks.rank if ranks else None,
+            dp_size=ranks.size if ranks else None,
+            **choices,
+        )
+        dataset.handle = self._handle
+        return dataset
+
+    def _ranks(self) -> Ranks | None:
+        if self.trainer is None:
+            return None
+        return discover(sampler_kwargs=self.trainer.distributed_sampler_kwargs)
+
+    def _loader(self, dataset: PersistingDataset) -> PersistingDataLoader:
+        pins = self.pin_memory
+        if pins is None:
+            on = None if self.trainer is None else self.trainer.strategy.root_device
+            pins = on is not None and on.type == "cuda" and torch.cuda.is_available()
+        return PersistingDataLoader(
+            dataset,
+            num_workers=self.num_workers,
+            prefetch_batches=self.prefetch_batches,
+            pin_memory=pins,
+        )
+
+
+def _required(partition_id: str | None, stage: str) -> str:
+    if partition_id is None:
+        raise ValueError(
+            f"PersistingDataModule has no {stage}_partition_id. Give it the partition to {stage}"
+            " with."
+        )
+    return partition_id

@@ -1,0 +1,246 @@
+"""What the ledger says, mirrored in memory: what has arrived, what is taken, what is ready.
+
+The mirror only ever follows the ledger: each table's rows carry rising sequence numbers, and
+`refresh` reads those it has not seen. So its cost is that of the news, not of the history.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from pyroaring import BitMap64
+
+from persisting_torch.queue.fields import FieldType, Schema, Variant
+from persisting_torch.queue.ledger import Ledger
+from persisting_torch.queue.runs import Runs
+from persisting_torch.queue.sets import unpack_set
+
+VIEWS_KEPT = 64
+
+
+@dataclass
+class Partition:
+    """One partition: its samples, by field, and those cleared."""
+
+    id: int
+    name: str
+    sealed: float | None = None
+    arrived: BitMap64 = field(default_factory=BitMap64)
+    cleared: BitMap64 = field(default_factory=BitMap64)
+    having: dict[str, BitMap64] = field(default_factory=dict)
+
+    @property
+    def present(self) -> BitMap64:
+        return self.arrived - self.cleared if self.cleared else self.arrived
+
+
+@dataclass
+class Task:
+    """One task in one partition: what it has taken, and its committed cursor."""
+
+    id: int
+    name: str
+    partition: int
+    epoch: int = 0
+    cursor: int = 0
+    taken: BitMap64 = field(default_factory=BitMap64)
+
+
+@dataclass
+class View:
+    """What is ready for one task that asks for certain fields."""
+
+    task: str
+    partition: str
+    fields: frozenset[str]
+    available: BitMap64
+
+
+class Books:
+    """The mirror of one bucket's ledger. All methods expect the ledger's lock to be held."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self.schema = Schema(ledger.place.queue)
+        self.runs = Runs()
+        self.partitions: dict[str, Partition] = {}
+        self.tasks: dict[tuple[str, str], Task] = {}
+        self.rows = 0
+        self.cleared_indexes = BitMap64()
+        self.late_seen: list[tuple[int, tuple[str, ...], int, int]] = []
+        self._by_id: dict[int, Partition] = {}
+        self._tasks_by_id: dict[int, Task] = {}
+        self._field_sets: dict[int, tuple[str, ...]] = {}
+        self._views: OrderedDict[tuple[str, str, frozenset[str]], View] = OrderedDict()
+        self._seen = dict.fromkeys(("fields", "runs", "arrivals", "cleared", "claims", "late"), 0)
+        self._at: tuple[int, int] | None = None
+
+    # Following the ledger
+
+    def refresh(self, tx: sqlite3.Connection) -> None:
+        """Read what is new. In a transaction it comes before the transaction's own writes."""
+        at = self.ledger.version()
+        if at == self._at:
+            return
+        self._read_names(tx)
+        self._read_runs(tx)
+        self._read_arrivals(tx)
+        self._read_late(tx)
+        self._read_cleared(tx)
+        self._read_tasks(tx)
+        self._read_claims(tx)
+        self._at = at
+
+    def _news(self, tx: sqlite3.Connection, table: str, columns: str) -> list[tuple[int, ...]]:
+        rows = tx.execute(
+            f"SELECT seq, {columns} FROM {table} WHERE seq > ? ORDER BY seq", (self._seen[table],)
+        ).fetchall()
+        if rows:
+            self._seen[table] = rows[-1][0]
+        return rows
+
+    def _read_names(self, tx: sqlite3.Connection) -> None:
+        for number, name, sealed in tx.execute("SELECT id, name, sealed FROM partitions"):
+            if number not in self._by_id:
+                self._by_id[number] = self.partitions[name] = Partition(number, name)
+            self._by_id[number].sealed = sealed
+        for _, name, path, column, kind in self._news(tx, "fields", "name, path, field_column, type"):
+            variant = Variant(str(column), FieldType.from_json(str(kind))) if kind else None
+            self.schema.add(str(name), tuple(json.loads(str(path))), variant)
+        known = max(self._field_sets, default=0)
+        for number, names in tx.execute("SELECT id, names FROM field_sets WHERE id > ?", (known,)):
+            self._field_sets[number] = tuple(json.loads(names))
+
+    def _read_runs(self, tx: sqlite3.Connection) -> None:
+        for _, first, count, row in self._news(tx, "runs", "first_index, count, first_row"):
+            self.runs.add(first, count, row)
+            self.rows = max(self.rows, row + count)
+
+    def _read_arrivals(self, tx: sqlite3.Connection) -> None:
+        columns = "partition, field_set, first, count, members"
+        for _, partition, field_set, *packed in self._news(tx, "arrivals", columns):
+            self._arrive(self._by_id[partition], self._field_sets[field_set], unpack_set(*packed))
+
+    def _arrive(self, partition: Partition, names: tuple[str, ...], members: BitMap64) -> None:
+        partition.arrived |= members
+        for name in names:
+            partition.having.setdefault(name, BitMap64()).update(members)
+        for view in self._views.values():
+            if view.partition == partition.name:
+                task = self.tasks.get((view.task, view.partition))
+                view.available |= self._ready(partition, view.fields, members, task)
+
+    def _read_late(self, tx: sqlite3.Connection) -> None:
+        for seq, field_set, first_row, count in self._news(tx, "late", "field_set, first_row, count"):
+            self.late_seen.append((seq, self._field_sets[field_set], first_row, count))
+
+    def _read_cleared(self, tx: sqlite3.Connection) -> None:
+        for _, partition, *packed in self._news(tx, "cleared", "partition, first, count, members"):
+            members = unpack_set(*packed)
+            self._by_id[partition].cleared |= members
+            self.cleared_indexes |= members
+            for view in self._views.values():
+                if view.partition == self._by_id[partition].name:
+                    view.available -= members
+
+    def _read_tasks(self, tx: sqlite3.Connection) -> None:
+        for number, name, partition, epoch, cursor in tx.execute(
+            "SELECT id, name, partition, epoch, cursor FROM tasks"
+        ):
+            task = self._tasks_by_id.get(number)
+            if task is None or task.epoch != epoch:
+                where = self._by_id[partition].name
+                task = Task(number, name, partition, epoch)
+                self._tasks_by_id[number] = self.tasks[name, where] = task
+                for key in [key for key in self._views if key[:2] == (name, where)]:
+                    del self._views[key]
+            task.cursor = cursor
+
+    def _read_claims(self, tx: sqlite3.Connection) -> None:
+        folds = tx.execute(
+            "SELECT task, members FROM consumed WHERE seq > ?", (self._seen["claims"],)
+        ).fetchall()
+        for task, members in folds:
+            self._take(self._tasks_by_id[task], BitMap64.deserialize(members))
+        for _, number, *packed in self._news(tx, "claims", "task, first, count, members"):
+            self._take(self._tasks_by_id[number], unpack_set(*packed))
+
+    def _take(self, task: Task, members: BitMap64) -> None:
+        task.taken |= members
+        where = self._by_id[task.partition].name
+        for view in self._views.values():
+            if view.task == task.name and view.partition == where:
+                view.available -= members
+
+    # Answering
+
+    def view(self, task: str, partition: str, fields: frozenset[str]) -> View:
+        """What the task may take: all named fields arrived, not taken, not cleared."""
+        key = (task, partition, fields)
+        view = self._views.get(key)
+        if view is None:
+            where = self.partitions.get(partition)
+            ready = BitMap64()
+            if where is not None:
+                ready |= self._ready(where, fields, where.arrived, self.tasks.get((task, partition)))
+            view = self._views[key] = View(task, partition, fields, ready)
+            if len(self._views) > VIEWS_KEPT:
+                self._views.popitem(last=False)
+        self._views.move_to_end(key)
+        return view
+
+    @staticmethod
+    def _ready(
+        partition: Partition, fields: frozenset[str], members: BitMap64, task: Task | None
+    ) -> BitMap64:
+        ready = members - partition.cleared
+        for name in fields:
+            ready = ready & partition.having.get(name, BitMap64())
+        if task is not None:
+            ready = ready - task.taken
+        return ready
+
+    def ready_whoever_took(self, partition: str, fields: frozenset[str]) -> BitMap64:
+        """All samples whose named fields have arrived, whatever any task has taken."""
+        where = self.partitions.get(partition)
+        return BitMap64() if where is None else self._ready(where, fields, where.arrived, None)
+
+    def lacking(self, view: View) -> dict[str, int]:
+        """For each asked field, how many untaken samples of the partition lack it."""
+        where = self.partitions.get(view.partition)
+        if where is None:
+            return {}
+        task = self.tasks.get((view.task, view.partition))
+        untaken = self._ready(where, frozenset(), where.arrived, task)
+        counts = {name: len(untaken - where.having.get(name, BitMap64())) for name in view.fields}
+        return {name: count for name, count in sorted(counts.items()) if count}
+
+    # Names, entered in a transaction
+
+    def partition_id(self, tx: sqlite3.Connection, name: str) -> int:
+        known = self.partitions.get(name)
+        if known is not None:
+            return known.id
+        tx.execute("INSERT OR IGNORE INTO partitions (name) VALUES (?)", (name,))
+        found = tx.execute("SELECT id FROM partitions WHERE name = ?", (name,)).fetchone()
+        return int(found[0])
+
+    def task_id(self, tx: sqlite3.Connection, task: str, partition: str) -> int:
+        known = self.tasks.get((task, partition))
+        if known is not None:
+            return known.id
+        where = self.partition_id(tx, partition)
+        tx.execute("INSERT OR IGNORE INTO tasks (name, partition) VALUES (?, ?)", (task, where))
+        found = tx.execute(
+            "SELECT id FROM tasks WHERE name = ? AND partition = ?", (task, where)
+        ).fetchone()
+        return int(found[0])
+
+    @staticmethod
+    def field_set_id(tx: sqlite3.Connection, names: tuple[str, ...]) -> int:
+        text = json.dumps(sorted(names))
+        tx.execute("INSERT OR IGNORE INTO field_sets (names) VALUES (?)", (text,))
+        return int(tx.execute("SELECT id FROM field_sets WHERE names = ?", (text,)).fetchone()[0])

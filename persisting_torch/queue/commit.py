@@ -1,0 +1,210 @@
+"""Rows and ledger in step: a flush is in both or in neither, whenever the process dies.
+
+Under the lock that all processes share, a note of what is about to be appended goes into the
+ledger, the rows go into Lance, and the note becomes part of the books. Who finds a note that
+somebody left behind looks whether the rows landed: if so the note is entered, if not it is dropped.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import sqlite3
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+from pyroaring import BitMap64
+
+from persisting_torch.queue.books import Books
+from persisting_torch.queue.buffer import Arrivals, Composed
+from persisting_torch.queue.late import LateBatch
+from persisting_torch.queue.ledger import Ledger
+from persisting_torch.queue.locks import FileLock
+from persisting_torch.queue.sets import Packed, pack_set, unpack_set
+from persisting_torch.queue.storage import RowStore
+
+
+@dataclass
+class Committer:
+    """Appends to a bucket's two Lance datasets and enters the rows in its ledger."""
+
+    ledger: Ledger
+    books: Books
+    lock: FileLock
+    rows: RowStore
+    late: RowStore
+    writer: str = ""
+
+    def append(self, composed: Composed) -> None:
+        """Commit new samples; they are durable, and visible to all, when this returns."""
+        note = {
+            "runs": composed.runs,
+            "keys": composed.keys,
+            "writer": self.writer,
+        }
+        with self.lock:
+            self.recover()
+            self._commit("data", composed.table, note, composed.arrivals)
+
+    def append_late(
+        self, late: LateBatch, partition: str, keys: list[tuple[str, str, int, str | None]]
+    ) -> None:
+        """Commit fields of samples that exist already; likewise."""
+        note = {
+            "late": [(names, len(indexes)) for names, indexes in late.arrivals],
+            "keys": keys,
+            "writer": self.writer,
+        }
+        arrivals: Arrivals = {}
+        for names, indexes in late.arrivals:
+            arrivals[partition, names] = BitMap64(indexes.tolist())
+        with self.lock:
+            self.recover()
+            self._commit("late", late.table, note, arrivals)
+
+    def _commit(self, which: str, table: pa.Table, note: dict[str, Any], came: Arrivals) -> None:
+        store = self._store(which)
+        store.refresh()
+        first_row = store.rows
+        with self.ledger.transaction() as tx:
+            self.books.refresh(tx)
+            note["arrivals"] = [
+                (self.books.partition_id(tx, partition), self.books.field_set_id(tx, names))
+                + _as_text(pack_set(members))
+                for (partition, names), members in came.items()
+            ]
+            note["keys"] = [
+                (self.books.partition_id(tx, partition), key, index, tag)
+                for partition, key, index, tag in note["keys"]
+            ]
+            tx.execute(
+                "INSERT INTO pending VALUES (?, ?, ?, ?)",
+                (which, first_row, len(table), json.dumps(note)),
+            )
+        try:
+            store.append(table)
+        except BaseException:
+            if not self.recover():
+                raise
+        else:
+            with self.ledger.transaction() as tx:
+                self._enter(tx, which, first_row, note)
+
+    def _store(self, which: str) -> RowStore:
+        return self.rows if which == "data" else self.late
+
+    def recover(self) -> bool:
+        """Settle a note left behind, with the lock held; whether its rows had landed."""
+        with self.ledger.reading() as tx:
+            left = tx.execute("SELECT store, first_row, count, note FROM pending").fetchall()
+        landed = False
+        for which, first_row, count, note in left:
+            store = self._store(which)
+            store.refresh()
+            landed = store.rows >= first_row + count
+            with self.ledger.transaction() as tx:
+                if landed:
+                    self._enter(tx, which, first_row, json.loads(note))
+                else:
+                    tx.execute("DELETE FROM pending WHERE store = ?", (which,))
+        return landed
+
+    def _enter(
+        self, tx: sqlite3.Connection, which: str, first_row: int, note: dict[str, Any]
+    ) -> None:
+        if which == "data":
+            for first_index, length in note["runs"]:
+                _enter_run(tx, first_index, length, first_row)
+                first_row += length
+        else:
+            for names, length in note["late"]:
+                tx.execute(
+                    "INSERT INTO late (field_set, first_row, count) VALUES (?, ?, ?)",
+                    (self.books.field_set_id(tx, tuple(names)), first_row, length),
+                )
+                first_row += length
+        for partition, field_set, first, length, members in note["arrivals"]:
+            _enter_arrival(tx, partition, field_set, *_from_text(first, length, members))
+        tx.executemany(
+            "INSERT INTO keys VALUES (?, ?, ?, ?) ON CONFLICT (partition, key)"
+            " DO UPDATE SET tag = coalesce(excluded.tag, tag)",
+            note["keys"],
+        )
+        tx.executemany(
+            "INSERT OR REPLACE INTO meta VALUES (?, ?)",
+            (("last_put", time.time()), ("last_writer", note["writer"])),
+        )
+        tx.execute("DELETE FROM pending WHERE store = ?", (which,))
+
+
+def _enter_run(tx: sqlite3.Connection, first_index: int, count: int, first_row: int) -> None:
+    before = tx.execute(
+        "SELECT seq, first_index, count, first_row FROM runs WHERE first_row + count = ?",
+        (first_row,),
+    ).fetchone()
+    if before is not None and before[1] + before[2] == first_index:
+        seq, first_index, already, first_row = before
+        count += already
+        tx.execute("DELETE FROM runs WHERE seq = ?", (seq,))
+    tx.execute(
+        "INSERT INTO runs (first_index, count, first_row) VALUES (?, ?, ?)",
+        (first_index, count, first_row),
+    )
+
+
+def _enter_arrival(
+    tx: sqlite3.Connection,
+    partition: int,
+    field_set: int,
+    first: int,
+    count: int,
+    members: bytes | None,
+) -> None:
+    if members is None:
+        before = tx.execute(
+            "SELECT seq, first, count FROM arrivals"
+            " WHERE partition = ? AND field_set = ? AND first + count = ? AND members IS NULL",
+            (partition, field_set, first),
+        ).fetchone()
+        if before is not None:
+            seq, first, already = before
+            count += already
+            tx.execute("DELETE FROM arrivals WHERE seq = ?", (seq,))
+    tx.execute(
+        "INSERT INTO arrivals (partition, field_set, first, count, members)"
+        " VALUES (?, ?, ?, ?, ?)",
+        (partition, field_set, first, count, members),
+    )
+
+
+def _as_text(packed: Packed) -> tuple[int, int, str | None]:
+    first, count, members = packed
+    return first, count, None if members is None else base64.b64encode(members).decode()
+
+
+def _from_text(first: int, count: int, members: str | None) -> Packed:
+    return first, count, None if members is None else base64.b64decode(members)
+
+
+def fold_arrivals(tx: sqlite3.Connection, most: int) -> None:
+    """Join a field set's arrivals in a partition into one row where there are more than `most`."""
+    crowded = tx.execute(
+        "SELECT partition, field_set FROM arrivals GROUP BY partition, field_set"
+        " HAVING count(*) > ?",
+        (most,),
+    ).fetchall()
+    for partition, field_set in crowded:
+        members = BitMap64()
+        where = "WHERE partition = ? AND field_set = ?"
+        for packed in tx.execute(
+            f"SELECT first, count, members FROM arrivals {where}", (partition, field_set)
+        ):
+            members |= unpack_set(*packed)
+        tx.execute(f"DELETE FROM arrivals {where}", (partition, field_set))
+        tx.execute(
+            "INSERT INTO arrivals (partition, field_set, first, count, members)"
+            " VALUES (?, ?, ?, ?, ?)",
+            (partition, field_set, *pack_set(members)),
+        )

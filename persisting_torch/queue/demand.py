@@ -1,0 +1,103 @@
+"""Waiting for a global batch, and saying what is missing when the wait is over."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from persisting_torch.errors import WaitTimeout
+from persisting_torch.queue.claims import Assignment, End, Last, Order, Sampler
+from persisting_torch.queue.producers import check_producers
+from persisting_torch.queue.waiting import News
+
+if TYPE_CHECKING:
+    from persisting_torch.queue.engine import Engine
+
+LONGEST_WAIT_SECONDS = 600.0
+PRODUCER_CHECK_SECONDS = 1.0
+
+
+@dataclass
+class Demand:
+    """What one task asks for: dp_size slices of batch_size samples with certain fields."""
+
+    engine: Engine
+    task: str
+    partition: str
+    fields: Sequence[str] | None
+    batch_size: int
+    dp_size: int
+    last: Last
+    sampler: Sampler | None
+
+    def wait(self, k: int, limit: float, stop: threading.Event | None) -> Assignment | None:
+        """Global batch k, None at the end of a sealed partition or when `stop` is set.
+
+        Raises WaitTimeout after `limit` seconds, ProducerFailed when no producer is left.
+        """
+        engine = self.engine
+        deadline = time.monotonic() + limit
+        news = News(engine.hub, engine.ledger)
+        while True:
+            engine.flush_partition(self.partition)
+            order = self._order()
+            found = engine.claims.assignment(order, k)
+            if isinstance(found, Assignment):
+                return found
+            if found is End or not self._wait_for_news(news, order, deadline, limit, stop):
+                return None
+
+    def _order(self) -> Order:
+        return Order(
+            self.task,
+            self.partition,
+            self.engine.needed(self.fields),
+            self.batch_size,
+            self.dp_size,
+            self.last,
+            self.sampler,
+        )
+
+    def _wait_for_news(
+        self,
+        news: News,
+        order: Order,
+        deadline: float,
+        limit: float,
+        stop: threading.Event | None,
+    ) -> bool:
+        while True:
+            fresh = news.wait(min(deadline, time.monotonic() + PRODUCER_CHECK_SECONDS), stop)
+            if stop is not None and stop.is_set():
+                return False
+            if time.monotonic() >= deadline:
+                raise WaitTimeout(self._what_is_missing(order, limit))
+            if fresh:
+                return True
+            check_producers(self.engine.ledger)
+            self.engine.check_open()
+
+    def _what_is_missing(self, order: Order, waited: float) -> str:
+        engine = self.engine
+        with engine.ledger.reading() as tx:
+            engine.books.refresh(tx)
+            view = engine.books.view(order.task, order.partition, order.fields)
+            lacking = engine.books.lacking(view)
+            ready = len(view.available)
+            last = dict(tx.execute("SELECT key, value FROM meta WHERE key LIKE 'last_%'"))
+        asked = f" with fields {', '.join(sorted(order.fields))}" if order.fields else ""
+        lacks = "".join(f", {count} lack {name}" for name, count in lacking.items())
+        if "last_put" in last:
+            by = f" by producer {last['last_writer']}" if last.get("last_writer") else ""
+            since = f"last put {time.time() - last['last_put']:.0f} s ago{by}"
+        else:
+            since = "nothing was ever put"
+        return (
+            f"waited {waited:g} s for {order.size} samples of"
+            f" {engine.place.queue}/{order.partition}{asked} for task {order.task!r}; {ready} ready"
+            f"{lacks}; {since}. Start or check the producers, seal the partition if no more will"
+            " come, or raise timeout."
+        )

@@ -1,0 +1,581 @@
+"""One process's engine of one bucket: the parts tied together, synchronous and thread-safe.
+
+    put   intake    values checked, copied, given an index; they wait in memory
+    flush commit    rows into Lance, bookkeeping into the ledger, in step
+    claim claims    a sampler chooses among what is ready; the ledger remembers
+    read  reads     row ids to records or TensorDicts
+    tick            what is due now and then: flush by age, lease, upkeep
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import lance
+import numpy as np
+from tensordict import TensorDict, TensorDictBase
+
+from persisting_torch.errors import (
+    FlushFailed,
+    PersistingError,
+    QueueClosed,
+    SchemaError,
+)
+from persisting_torch.queue import lifecycle
+from persisting_torch.queue.books import Books
+from persisting_torch.queue.buffer import Chunk, compose
+from persisting_torch.queue.claims import Assignment, Claims, Last, Sampler
+from persisting_torch.queue.commit import Committer
+from persisting_torch.queue.demand import LONGEST_WAIT_SECONDS, Demand
+from persisting_torch.queue.intake import Intake, own_chunks
+from persisting_torch.queue.late import LateFields
+from persisting_torch.queue.lease import RENEW_SECONDS, end_lease, take_lease
+from persisting_torch.queue.ledger import Ledger
+from persisting_torch.queue.locks import FileLock
+from persisting_torch.queue.meta import BatchMeta
+from persisting_torch.queue.metrics import Metrics
+from persisting_torch.queue.names import check_name
+from persisting_torch.queue.pacing import await_room
+from persisting_torch.queue.place import Place
+from persisting_torch.queue.producers import beat, producing
+from persisting_torch.queue.reads import Reads
+from persisting_torch.queue.runs import Int64s
+from persisting_torch.queue.storage import RowStore
+from persisting_torch.queue.stored import ZeroCopyMode
+from persisting_torch.queue.tending import Tending
+from persisting_torch.queue.stream import Stream
+from persisting_torch.queue.waiting import hub_of
+
+
+class Engine:
+    """Everything a queue does, for one bucket and one process."""
+
+    def __init__(
+        self,
+        place: Place,
+        *,
+        batch_size: int = 100,
+        auto_flush_interval_sec: float = 0.0,
+        durability: str = "flush",
+        allow_pickle: bool = True,
+        zerocopy_mode: ZeroCopyMode = "auto",
+        capacity: int | None = None,
+        enable_metrics: bool = False,
+    ) -> None:
+        lifecycle.check_process(f"queue {place.queue!r}")
+        self.place = place
+        self.auto_flush_interval_sec = auto_flush_interval_sec
+        self.capacity = capacity
+        self.metrics = Metrics(enable_metrics)
+        fsync = durability == "fsync"
+        self.commit_lock = FileLock(place.commit_lock)
+        if place.writable:
+            with self.commit_lock:
+                self.ledger = Ledger(place, fsync=fsync)
+            take_lease(self.ledger)
+        else:
+            self.ledger = Ledger(place)
+        self.books = Books(self.ledger)
+        self.rows = RowStore(place.data, fsync=fsync)
+        self.late = LateFields(RowStore(place.late, fsync=fsync), self.books)
+        self.claims = Claims(self.ledger, self.books)
+        self.intake = Intake(
+            self.ledger,
+            self.books,
+            batch_size=batch_size,
+            allow_pickle=allow_pickle,
+            zerocopy_mode=zerocopy_mode,
+        )
+        self.committer = Committer(
+            self.ledger, self.books, self.commit_lock, self.rows, self.late.store
+        )
+        self.hub = hub_of(place.bucket)
+        self.reads = Reads(self.ledger, self.books, self.rows, self.late, zerocopy_mode)
+        self.tending = Tending(self)
+        self._flush_lock = threading.RLock()
+        self._flushing: list[Chunk] = []
+        self._unsure = False
+        self._error: BaseException | None = None
+        self._lease_due = time.monotonic() + RENEW_SECONDS
+        self._producers = 0
+        self.closed = False
+        if place.writable:
+            with self.commit_lock:
+                self.committer.recover()
+        with self.ledger.reading() as tx:
+            self.books.refresh(tx)
+        lifecycle.register(self)
+
+    # Checks
+
+    def check_open(self, *, writing: bool = False) -> None:
+        """Raise unless the engine may be used (to write) in this process, at this time."""
+        lifecycle.check_process(f"queue {self.place.queue!r}")
+        if self.closed:
+            raise QueueClosed(
+                f"queue {self.place.queue!r} was closed. Open it again with"
+                f" Queue({self.place.queue!r}, ...)."
+            )
+        if writing and not self.place.writable:
+            raise PersistingError(
+                f"queue {self.place.queue!r} is read-only: {self.place.bucket} may not be written"
+                " by this process. Open it as a user who may."
+            )
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    # Putting
+
+    def put(
+        self,
+        data: dict[str, Any] | Sequence[dict[str, Any]] | TensorDictBase,
+        partition: str = "default",
+    ) -> BatchMeta:
+        """Samples into memory, with their indexes; `full` says whether to flush."""
+        self.check_open(writing=True)
+        if self.capacity is not None:
+            await_room(self, self.capacity, partition)
+        if isinstance(data, dict):
+            meta = self.intake.put_record(data, partition)
+        elif isinstance(data, TensorDictBase) or _is_tensorclass(data):
+            meta = self.intake.put_tensordict(data, partition)  # type: ignore[arg-type]
+        elif isinstance(data, (list, tuple)):
+            meta = self.intake.put_records(data, partition)
+        else:
+            raise SchemaError(
+                f"queue {self.place.queue!r} takes a dict (one sample), a list of dicts or a"
+                f" TensorDict, not {type(data).__name__}."
+            )
+        self.hub.notify()
+        self.metrics.count("put", meta.size)
+        return meta
+
+    @property
+    def must_wait(self) -> bool:
+        """Whether a put may block."""
+        return self.capacity is not None
+
+    def put_with_keys(
+        self,
+        data: Sequence[dict[str, Any]] | TensorDictBase,
+        partition: str,
+        keys: Sequence[str],
+        tags: Sequence[str | None],
+    ) -> BatchMeta:
+        """New samples that are known by keys, on disk when this returns."""
+        self.check_open(writing=True)
+        if isinstance(data, TensorDictBase) or _is_tensorclass(data):
+            meta = self.intake.put_tensordict(data, partition, keys, tags)  # type: ignore[arg-type]
+        else:
+            meta = self.intake.put_records(data, partition, keys, tags)  # type: ignore[arg-type]
+        self.flush()
+        return meta
+
+    def put_fields(
+        self,
+        data: Sequence[dict[str, Any]] | dict[str, Any] | TensorDictBase,
+        meta: BatchMeta,
+        tags: Sequence[tuple[str, int, str | None]] = (),
+    ) -> BatchMeta:
+        """Fields into samples that exist, on disk when this returns.
+
+        Raises SchemaError if there are not as many values as samples, KeyError for unknown samples.
+        """
+        self.check_open(writing=True)
+        if isinstance(data, dict):
+            data = [data]
+        if isinstance(data, TensorDictBase) or _is_tensorclass(data):
+            batch = self.intake.encode(data)  # type: ignore[arg-type]
+            chunk = Chunk(meta.partition_id, 0, batch=batch)
+            self.intake.admit_batch(batch)
+        else:
+            chunk = Chunk(meta.partition_id, 0, self.intake.snapshot(data))  # type: ignore[arg-type]
+            self.intake.admit_records(chunk.rows)
+        indexes = meta.index_array()
+        if len(chunk) != len(indexes):
+            raise SchemaError(
+                f"queue {self.place.queue!r}: {len(chunk)} values were given for the"
+                f" {len(indexes)} samples of the metadata. Give one for each, in their order."
+            )
+        if len(chunk):
+            self.flush()
+            self.reads.check_indexes(indexes)
+            with self.ledger.lock:
+                late = self.late.compose(chunk, indexes, self.books.schema)
+            keys = [(meta.partition_id, key, index, tag) for key, index, tag in tags]
+            self.committer.append_late(late, meta.partition_id, keys)
+            self._news()
+        return meta
+
+    @property
+    def full(self) -> bool:
+        """Whether so much waits that it wants to be flushed."""
+        return self.intake.full
+
+    def flush(self) -> None:
+        """All that waits, onto the disk. Raises FlushFailed, with the samples kept, if it cannot."""
+        self.check_open(writing=bool(self.intake.buffer.chunks))
+        self._flush()
+
+    def _flush(self) -> None:
+        with self._flush_lock:
+            with self.intake.lock:
+                chunks = self._flushing = self.intake.buffer.take()
+            if not chunks:
+                return
+            done = False
+            try:
+                with self.metrics.timed("flush", sum(map(len, chunks))):
+                    self._commit(chunks)
+                done = True
+            except (OSError, PersistingError, ValueError, RuntimeError) as error:
+                raise FlushFailed(
+                    f"queue {self.place.queue!r}: {sum(map(len, chunks))} samples could not be"
+                    f" written to {self.place.bucket}: {error}. They are kept in memory; make room"
+                    " or access and call flush() again."
+                ) from error
+            finally:
+                with self.intake.lock:
+                    if not done:
+                        self._unsure = True
+                        own_chunks(chunks)
+                        self.intake.buffer.put_back(chunks)
+                    self._flushing = []
+        self._news()
+        self.tending.maybe_start()
+
+    def _commit(self, chunks: list[Chunk]) -> None:
+        with self.ledger.lock:
+            if self._unsure:
+                chunks = self._not_yet_committed(chunks)
+            composed = compose(chunks, self.books.schema) if chunks else None
+        if composed is not None:
+            self.committer.append(composed)
+        self._unsure = False
+
+    def _not_yet_committed(self, chunks: list[Chunk]) -> list[Chunk]:
+        """After a flush that failed nobody knows where: its rows may be there all the same."""
+        with self.commit_lock:
+            self.committer.recover()
+        with self.ledger.reading() as tx:
+            self.books.refresh(tx)
+        rows = self.books.runs.rows_of([chunk.first for chunk in chunks])
+        return [chunk for chunk, row in zip(chunks, rows) if row < 0]
+
+    def _news(self) -> None:
+        self.hub.notify()
+
+    # Reading in order
+
+    def records(self, limit: int, offset: int = 0) -> list[dict[str, Any]]:
+        """Up to `limit` records after the first `offset`, in order, waiting ones included."""
+        self.check_open()
+        return self.reads.records(limit, offset, self.waiting_chunks())
+
+    def stream(self, offset: int = 0) -> Stream:
+        """A position in the order of samples that only moves forward."""
+        return Stream(self, offset)
+
+    def waiting_chunks(self) -> list[Chunk]:
+        with self.intake.lock:
+            return [
+                Chunk(c.partition, c.first, list(c.rows), c.batch)
+                for c in (*self._flushing, *self.intake.buffer.chunks)
+            ]
+
+    def count(self) -> int:
+        """Samples of the queue, waiting ones included, cleared ones not."""
+        self.check_open()
+        return self.reads.count(self.waiting_chunks())
+
+    # Reading by index
+
+    def read_batch(
+        self,
+        partition: str,
+        indexes: Sequence[int] | Int64s,
+        fields: Sequence[str] | None = None,
+        pad: dict[str, float] | None = None,
+    ) -> TensorDict:
+        """The fields of these samples (None: all fields), in their order; batch size [n].
+
+        "_index" among the fields gives the global indexes, int64 [n]. Raises KeyError for samples
+        that the queue does not hold, or fields that it has never seen.
+        """
+        self.check_open()
+        wanted = np.asarray(indexes, dtype=np.int64)
+        if len(wanted) and self._holds_any(wanted):
+            self.flush()
+        with self.metrics.timed("read", len(wanted)):
+            return self.reads.batch(partition, wanted, fields, pad)
+
+    def to_lance(self) -> lance.LanceDataset:
+        """The rows as a Lance dataset, with what waits flushed and what is cleared gone.
+
+        Fields that arrived late are in a dataset of their own, `late.lance`.
+        """
+        self.check_open()
+        if self.place.writable:
+            self.flush()
+            self.tending.remove_cleared()
+        if not self.rows.exists():
+            raise PersistingError(
+                f"queue {self.place.queue!r} has no rows yet. Put and flush some first."
+            )
+        return self.rows.dataset()
+
+    def _holds_any(self, indexes: Int64s) -> bool:
+        with self.intake.lock:
+            chunks = (*self._flushing, *self.intake.buffer.chunks)
+            low, high = int(indexes.min()), int(indexes.max())
+            return any(c.first <= high and low < c.first + len(c) for c in chunks)
+
+    def snapshot(self, partition: str, fields: Sequence[str] | None = None) -> Int64s:
+        """Indexes of all samples that have the fields now, in order, whoever took them."""
+        self.check_open()
+        self.flush_partition(partition)
+        needed = self.needed(fields)
+        with self.ledger.reading() as tx:
+            self.books.refresh(tx)
+            ready = self.books.ready_whoever_took(partition, needed)
+            return np.array(ready.to_array(), dtype=np.int64)
+
+    def needed(self, fields: Sequence[str] | None) -> frozenset[str]:
+        """The fields that a sample must have to be ready, as stored."""
+        if not fields:
+            return frozenset()
+        with self.ledger.reading() as tx:
+            self.books.refresh(tx)
+            return frozenset(self.reads.names_of(fields))
+
+    def flush_partition(self, partition: str) -> None:
+        """Write samples of this process that wait, if the partition has some."""
+        with self.intake.lock:
+            waiting = self.intake.buffer.holds(partition)
+        if waiting:
+            self.flush()
+
+    # Claiming
+
+    def claim(
+        self,
+        fields: Sequence[str] | None,
+        batch_size: int,
+        task: str = "default",
+        partition: str = "default",
+        sampler: Sampler | None = None,
+        sampling: dict[str, Any] | None = None,
+    ) -> BatchMeta:
+        """Ready samples that the sampler chose, taken for the task. Size 0 if there are none."""
+        self.check_open(writing=True)
+        _check_batch_size(batch_size)
+        needed = self.needed(fields)
+        names = self.reads.names_of(fields)
+        if self.intake.buffer.chunks and (
+            self.claims.available(task, partition, needed) < batch_size
+        ):
+            self.flush_partition(partition)
+        check_name(task, "task_name")
+        with self.metrics.timed("claim"):
+            chosen = self.claims.claim(task, partition, needed, batch_size, sampler, sampling or {})
+        self.metrics.count("claimed", len(chosen))
+        return BatchMeta(chosen, partition, names)
+
+    def claim_batch(
+        self,
+        fields: Sequence[str] | None,
+        batch_size: int,
+        task: str = "default",
+        partition: str = "default",
+        sampler: Sampler | None = None,
+        sampling: dict[str, Any] | None = None,
+    ) -> TensorDict:
+        """`claim`, and the data of what was claimed."""
+        return self.data_of(self.claim(fields, batch_size, task, partition, sampler, sampling))
+
+    def data_of(self, meta: BatchMeta, partition: str | None = None) -> TensorDict:
+        """The fields that a BatchMeta names of its samples; batch size [meta.size]."""
+        if not meta.size:
+            return TensorDict({}, batch_size=[0])
+        where = meta.partition_id if partition is None else partition
+        return self.read_batch(where, meta.index_array(), meta.field_names or None)
+
+    def mark(self, task: str, partition: str, indexes: Sequence[int]) -> None:
+        """Take these samples for the task, whoever decided it."""
+        self.check_open(writing=True)
+        self.flush_partition(partition)
+        self.claims.mark(check_name(task, "task_name"), partition, indexes)
+
+    def reset(self, task: str, partition: str) -> None:
+        """Forget all that the task has taken in the partition."""
+        self.check_open(writing=True)
+        self.claims.reset(task, partition)
+        self._news()
+
+    def clear(self, partition: str, indexes: Sequence[int]) -> None:
+        """Remove samples for good. Their indexes are never given again.
+
+        Raises KeyError naming indexes that the partition does not hold.
+        """
+        self.check_open(writing=True)
+        self.flush_partition(partition)
+        self.reads.clear(partition, indexes)
+        self._news()
+        self.tending.maybe_start()
+
+    def seal(self, partition: str | None) -> None:
+        """No more samples will come to the partition, or with None to any that exists."""
+        self.check_open(writing=True)
+        self.flush()
+        with self.ledger.transaction() as tx:
+            self.books.refresh(tx)
+            if partition is not None:
+                self.books.partition_id(tx, check_name(partition, "partition_id"))
+            tx.execute(
+                "UPDATE partitions SET sealed = ? WHERE sealed IS NULL AND (name = ? OR ? IS NULL)",
+                (time.time(), partition, partition),
+            )
+        with self.ledger.reading() as tx:
+            self.books.refresh(tx)
+        self._news()
+
+    def is_sealed(self, partition: str) -> bool:
+        with self.ledger.reading() as tx:
+            self.books.refresh(tx)
+            known = self.books.partitions.get(partition)
+            return known is not None and known.sealed is not None
+
+    # Global batches
+
+    def await_assignment(
+        self,
+        task: str,
+        partition: str,
+        k: int,
+        *,
+        batch_size: int,
+        dp_size: int = 1,
+        fields: Sequence[str] | None = None,
+        sampler: Sampler | None = None,
+        last: Last = "drop",
+        timeout: float | None = None,
+        stop: threading.Event | None = None,
+    ) -> Assignment | None:
+        """Global batch k of a task, formed once and answered identically ever after.
+
+        None if the partition is sealed and has no batch k, or if `stop` was set meanwhile. Waits
+        at most `timeout` seconds (None: 600) and then raises WaitTimeout, which says what is
+        missing; raises ProducerFailed once no producer is left that could provide it.
+        """
+        self.check_open(writing=True)
+        _check_batch_size(batch_size)
+        check_name(task, "task_name")
+        demand = Demand(self, task, partition, fields, batch_size, dp_size, last, sampler)
+        return demand.wait(k, LONGEST_WAIT_SECONDS if timeout is None else timeout, stop)
+
+    def cursor(self, task: str, partition: str) -> int:
+        """Global batches of the task below the cursor are consumed for good."""
+        self.check_open()
+        return self.claims.cursor(task, partition)
+
+    def commit_cursor(self, task: str, partition: str, k: int) -> None:
+        """Global batches below k are consumed for good."""
+        self.check_open(writing=True)
+        self.claims.commit_cursor(task, partition, k)
+
+    def books_of(self, task: str, partition: str) -> dict[str, int]:
+        """How often each sample of the partition is in a committed global batch of the task.
+
+        Counts of samples: "put", "once", "twice" (or more), "never".
+        """
+        self.check_open()
+        cursor = self.claims.cursor(task, partition)
+        trained = [
+            index
+            for k, indexes in self.claims.assigned(task, partition)
+            if k < cursor
+            for index in indexes
+        ]
+        with self.ledger.reading() as tx:
+            self.books.refresh(tx)
+            put = self.books.ready_whoever_took(partition, frozenset())
+        counts = np.unique(np.array(trained, dtype=np.int64), return_counts=True)[1]
+        return {
+            "put": len(put),
+            "once": int((counts == 1).sum()),
+            "twice": int((counts > 1).sum()),
+            "never": len(put) - len(counts),
+        }
+
+    # Producers
+
+    @contextmanager
+    def producer(self, name: str) -> Iterator[None]:
+        """Registers a producer while the block runs; what it put is flushed at the end."""
+        self.check_open(writing=True)
+        check_name(name, "producer name")
+        self.committer.writer = name
+        self._producers += 1
+        try:
+            with producing(self.ledger, name):
+                yield
+                self.flush()
+        finally:
+            self._producers -= 1
+            self._news()
+
+    # Now and then
+
+    def tick(self) -> float:
+        """Flush what has waited long enough, renew the lease; seconds until the next turn."""
+        now = time.monotonic()
+        turns = [1.0]
+        try:
+            if self.place.writable and now >= self._lease_due:
+                take_lease(self.ledger)
+                self._lease_due = now + RENEW_SECONDS
+            if self._producers:
+                beat(self.ledger)
+            interval = self.auto_flush_interval_sec
+            if interval > 0:
+                oldest = self.intake.buffer.oldest
+                if oldest is not None and now - oldest >= interval:
+                    self._flush()
+                turns.append(max(0.005, min(interval / 4, 0.25)))
+        except Exception as error:  # noqa: BLE001 - it is raised by the next call of the queue
+            if not self.closed:
+                self._error = error
+                turns.append(1.0)
+        return min(turns)
+
+    def close(self) -> None:
+        """Flush, end upkeep, give everything back. A second call does nothing."""
+        lifecycle.check_process(f"queue {self.place.queue!r}")
+        if self.closed:
+            return
+        self._error = None
+        self._flush()
+        self.tending.stop()
+        with self.intake.lock:
+            self.closed = True
+            lifecycle.unregister(self)
+            if self.place.writable:
+                self.intake.give_back()
+                end_lease(self.ledger)
+        self.ledger.close()
+        self.commit_lock.close()
+        self.hub.notify()
+
+
+def _check_batch_size(batch_size: int) -> None:
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, got {batch_size}.")
+
+
+def _is_tensorclass(data: object) -> bool:
+    return hasattr(type(data), "_tensorclass") or hasattr(data, "_tensordict")

@@ -1,0 +1,205 @@
+"""Samples by key: a durable key-value view of a queue."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from tensordict import TensorDict, TensorDictBase
+
+from persisting_torch.errors import SchemaError
+from persisting_torch.queue.meta import BatchMeta
+from persisting_torch.queue.names import check_name
+from persisting_torch.queue.queue import _in_thread
+
+if TYPE_CHECKING:
+    from persisting_torch.queue.queue import Queue
+
+Tag = dict[str, Any]
+
+
+class KVInterface:
+    """Keys for the samples of a queue, each with a tag (a dict that JSON can hold).
+
+    Keys are unique within a partition. What a method has done is on disk, and seen by all
+    processes, when it returns.
+
+    >>> import asyncio, tempfile
+    >>> from persisting_torch import Queue
+    >>> async def main():
+    ...     with Queue("rollouts", tempfile.mkdtemp()) as queue:
+    ...         kv = KVInterface(queue)
+    ...         await kv.kv_put("a", {"reward": 0.5}, "train", tag={"step": 1})
+    ...         return await kv.kv_list("train")
+    >>> asyncio.run(main())
+    [('a', {'step': 1})]
+    """
+
+    def __init__(self, queue: Queue) -> None:
+        self.queue = queue
+        self._engine = queue.engine
+
+    async def kv_put(
+        self,
+        key: str,
+        data: dict[str, Any] | TensorDictBase | None,
+        partition_id: str,
+        tag: Tag | None = None,
+    ) -> None:
+        """Put one sample under a key; on a known key, update the given fields and keep the others.
+
+        With data=None only the tag is updated. Raises SchemaError for a value or tag that cannot
+        be stored, KeyError for data=None with an unknown key.
+        """
+        rows: list[dict[str, Any]] | TensorDictBase | None
+        if isinstance(data, TensorDictBase):
+            rows = data.unsqueeze(0) if not data.batch_dims else data
+        else:
+            rows = None if data is None else [data]
+        await self.kv_batch_put([key], rows, partition_id, None if tag is None else [tag])
+
+    async def kv_batch_put(
+        self,
+        keys: Sequence[str],
+        data: Sequence[dict[str, Any]] | TensorDictBase | None,
+        partition_id: str,
+        tags: Sequence[Tag | None] | None = None,
+    ) -> None:
+        """Put a sample under each key: a list of dicts, or a TensorDict of batch size [len(keys)].
+
+        Known keys are updated, new ones are put. Raises as kv_put does.
+        """
+        await _in_thread(self._put, list(keys), data, partition_id, tags)
+
+    async def kv_batch_get(
+        self, keys: Sequence[str], partition_id: str, fields: Sequence[str] | None = None
+    ) -> TensorDict:
+        """The samples of these keys, in their order, as a TensorDict of batch size [len(keys)].
+
+        Raises KeyError naming unknown keys.
+        """
+        return await _in_thread(self._get, list(keys), partition_id, fields)
+
+    async def kv_list(self, partition_id: str) -> list[tuple[str, Tag | None]]:
+        """All keys of a partition with their tags, sorted by key."""
+        return await _in_thread(self._list, partition_id)
+
+    async def kv_clear(self, keys: Sequence[str], partition_id: str) -> None:
+        """Remove keys and their samples for good. Raises KeyError naming unknown keys."""
+        await _in_thread(self._clear, list(keys), partition_id)
+
+    def _put(
+        self,
+        keys: list[str],
+        data: Sequence[dict[str, Any]] | TensorDictBase | None,
+        partition: str,
+        tags: Sequence[Tag | None] | None,
+    ) -> None:
+        texts = _texts(keys, tags)
+        known = self._find(keys, partition)
+        if data is None:
+            _refuse_unknown(keys, known, self.queue.name, partition)
+            self._tag(keys, partition, texts)
+            return
+        if len(data) != len(keys):
+            raise SchemaError(
+                f"queue {self.queue.name!r}: {len(data)} samples were given for {len(keys)} keys."
+                " Give one for each, in their order."
+            )
+        old = [at for at, key in enumerate(keys) if key in known]
+        new = [at for at, key in enumerate(keys) if key not in known]
+        if new:
+            self._engine.put_with_keys(
+                _pick(data, new), partition, [keys[at] for at in new], [texts[at] for at in new]
+            )
+        if old:
+            meta = BatchMeta([known[keys[at]] for at in old], partition)
+            self._engine.put_fields(
+                _pick(data, old), meta, [(keys[at], known[keys[at]], texts[at]) for at in old]
+            )
+
+    def _get(
+        self, keys: list[str], partition: str, fields: Sequence[str] | None
+    ) -> TensorDict:
+        known = self._find(keys, partition)
+        _refuse_unknown(keys, known, self.queue.name, partition)
+        return self._engine.read_batch(partition, [known[key] for key in keys], fields)
+
+    def _find(self, keys: list[str], partition: str) -> dict[str, int]:
+        """The global indexes of those keys that the partition has."""
+        self._engine.check_open()
+        with self._engine.ledger.reading() as tx:
+            self._engine.books.refresh(tx)
+            where = self._engine.books.partitions.get(partition)
+            if where is None:
+                return {}
+            found = {}
+            for key in keys:
+                row = tx.execute(
+                    "SELECT sample FROM keys WHERE partition = ? AND key = ?", (where.id, key)
+                ).fetchone()
+                if row is not None:
+                    found[key] = int(row[0])
+            return found
+
+    def _tag(self, keys: list[str], partition: str, texts: list[str | None]) -> None:
+        self._engine.check_open(writing=True)
+        with self._engine.ledger.transaction() as tx:
+            self._engine.books.refresh(tx)
+            where = self._engine.books.partitions[partition].id
+            tx.executemany(
+                "UPDATE keys SET tag = ? WHERE partition = ? AND key = ? AND ? IS NOT NULL",
+                [(text, where, key, text) for key, text in zip(keys, texts, strict=True)],
+            )
+
+    def _list(self, partition: str) -> list[tuple[str, Tag | None]]:
+        self._engine.check_open()
+        with self._engine.ledger.reading() as tx:
+            rows = tx.execute(
+                "SELECT key, tag FROM keys JOIN partitions ON partitions.id = keys.partition"
+                " WHERE partitions.name = ? ORDER BY key",
+                (partition,),
+            ).fetchall()
+        return [(key, None if tag is None else json.loads(tag)) for key, tag in rows]
+
+    def _clear(self, keys: list[str], partition: str) -> None:
+        known = self._find(keys, partition)
+        _refuse_unknown(keys, known, self.queue.name, partition)
+        self._engine.clear(partition, [known[key] for key in keys])
+
+
+def _texts(keys: list[str], tags: Sequence[Tag | None] | None) -> list[str | None]:
+    for key in keys:
+        check_name(key, "key")
+    if len(set(keys)) != len(keys):
+        twice = sorted({key for key in keys if keys.count(key) > 1})
+        raise SchemaError(f"the keys {twice[:10]} came more than once in one put.")
+    if tags is None:
+        return [None] * len(keys)
+    if len(tags) != len(keys):
+        raise SchemaError(f"{len(tags)} tags were given for {len(keys)} keys.")
+    texts: list[str | None] = []
+    for key, tag in zip(keys, tags, strict=True):
+        try:
+            texts.append(None if tag is None else json.dumps(tag))
+        except (TypeError, ValueError) as error:
+            raise SchemaError(
+                f"the tag of key {key!r} cannot be stored: {error}. Tags hold what JSON can hold;"
+                " put other values in fields."
+            ) from error
+    return texts
+
+
+def _refuse_unknown(keys: list[str], known: dict[str, int], queue: str, partition: str) -> None:
+    unknown = [key for key in keys if key not in known]
+    if unknown:
+        raise KeyError(f"{queue}/{partition} has no keys {unknown[:10]}.")
+
+
+def _pick(
+    data: Sequence[dict[str, Any]] | TensorDictBase, positions: list[int]
+) -> Sequence[dict[str, Any]] | TensorDictBase:
+    if isinstance(data, TensorDictBase):
+        return data if len(positions) == len(data) else data[positions]
+    return [data[at] for at in positions]

@@ -1,0 +1,74 @@
+"""One host at a time: SQLite's WAL and flock only work among processes of one kernel."""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+import sqlite3
+import time
+from pathlib import Path
+
+from persisting_torch.errors import BucketUnavailable
+from persisting_torch.queue.ledger import Ledger
+
+LEASE_SECONDS = 30.0
+RENEW_SECONDS = 10.0
+
+
+@functools.cache
+def host() -> str:
+    """This machine's name and id, the same after it has booted again."""
+    machine_id = Path("/etc/machine-id")
+    number = machine_id.read_text().strip() if machine_id.exists() else ""
+    return f"{socket.gethostname()}/{number}"
+
+
+@functools.cache
+def boot() -> str:
+    """This run of this machine's kernel."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id")
+    return boot_id.read_text().strip() if boot_id.exists() else ""
+
+
+def take_lease(ledger: Ledger) -> None:
+    """Say that this process has the queue open, for LEASE_SECONDS; renewed by calling again.
+
+    Raises BucketUnavailable naming the host that holds the queue, if it is another one.
+    """
+    now = time.time()
+    with ledger.transaction() as tx:
+        _refuse_other_hosts(tx, ledger, now)
+        tx.execute(
+            "DELETE FROM leases WHERE expires < ? OR (host = ? AND boot != ?)",
+            (now, host(), boot()),
+        )
+        tx.execute(
+            "INSERT OR REPLACE INTO leases VALUES (?, ?, ?, ?, ?)",
+            (host(), boot(), os.getpid(), socket.gethostname(), now + LEASE_SECONDS),
+        )
+
+
+def end_lease(ledger: Ledger) -> None:
+    """Say that this process has closed the queue."""
+    with ledger.transaction() as tx:
+        tx.execute(
+            "DELETE FROM leases WHERE host = ? AND boot = ? AND pid = ?",
+            (host(), boot(), os.getpid()),
+        )
+
+
+def _refuse_other_hosts(tx: sqlite3.Connection, ledger: Ledger, now: float) -> None:
+    other = tx.execute(
+        "SELECT name, pid, expires FROM leases WHERE boot != ? AND host != ? AND expires >= ?"
+        " ORDER BY expires DESC",
+        (boot(), host(), now),
+    ).fetchone()
+    if other is not None:
+        name, pid, expires = other
+        raise BucketUnavailable(
+            f"queue {ledger.place.queue!r} at {ledger.place.root} is open on host {name!r}"
+            f" (process {pid}); two hosts cannot share a local queue. Close it there, or use"
+            f" cluster mode to share it. If that host is gone, its lease ends in"
+            f" {expires - now:.0f} s."
+        )

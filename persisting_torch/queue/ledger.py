@@ -1,0 +1,244 @@
+"""The ledger: one SQLite file beside the rows that knows everything about them but their values.
+
+Which indexes were given, where each row stands, which fields have arrived, who took what. Every
+change is one transaction, durable when it returns, and atomic for all processes.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sqlite3
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from urllib.parse import quote
+
+from persisting_torch.errors import FormatError, WaitTimeout
+from persisting_torch.queue.place import Place
+
+LEDGER_FORMAT = 1
+BUSY_SECONDS = 60.0
+
+TABLES = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
+CREATE TABLE partitions (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, sealed REAL);
+CREATE TABLE fields (
+    seq INTEGER PRIMARY KEY, name TEXT NOT NULL, path TEXT NOT NULL,
+    field_column TEXT UNIQUE, type TEXT);
+CREATE TABLE field_sets (id INTEGER PRIMARY KEY, names TEXT NOT NULL UNIQUE);
+CREATE TABLE runs (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT,
+    first_index INTEGER NOT NULL, count INTEGER NOT NULL, first_row INTEGER NOT NULL);
+CREATE INDEX runs_by_end ON runs (first_row + count);
+CREATE TABLE arrivals (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT, partition INTEGER NOT NULL, field_set INTEGER NOT NULL,
+    first INTEGER NOT NULL, count INTEGER NOT NULL, members BLOB);
+CREATE INDEX arrivals_by_end ON arrivals (partition, field_set, first + count);
+CREATE TABLE late (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT, field_set INTEGER NOT NULL,
+    first_row INTEGER NOT NULL, count INTEGER NOT NULL);
+CREATE TABLE cleared (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT, partition INTEGER NOT NULL,
+    first INTEGER NOT NULL, count INTEGER NOT NULL, members BLOB);
+CREATE TABLE tasks (
+    id INTEGER PRIMARY KEY, name TEXT NOT NULL, partition INTEGER NOT NULL,
+    epoch INTEGER NOT NULL DEFAULT 0, cursor INTEGER NOT NULL DEFAULT 0,
+    UNIQUE (name, partition));
+CREATE TABLE claims (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT, task INTEGER NOT NULL,
+    first INTEGER NOT NULL, count INTEGER NOT NULL, members BLOB);
+CREATE INDEX claims_of_task ON claims (task);
+CREATE TABLE consumed (task INTEGER PRIMARY KEY, seq INTEGER NOT NULL, members BLOB NOT NULL);
+CREATE TABLE assignments (
+    task INTEGER NOT NULL, k INTEGER NOT NULL, sizes TEXT NOT NULL, padding TEXT NOT NULL,
+    first INTEGER NOT NULL, count INTEGER NOT NULL, members BLOB,
+    PRIMARY KEY (task, k)) WITHOUT ROWID;
+CREATE TABLE rank_batches (
+    task INTEGER NOT NULL, dp_rank INTEGER NOT NULL, batch_index INTEGER NOT NULL,
+    first INTEGER NOT NULL, count INTEGER NOT NULL, members BLOB,
+    PRIMARY KEY (task, dp_rank, batch_index)) WITHOUT ROWID;
+CREATE TABLE keys (
+    partition INTEGER NOT NULL, key TEXT NOT NULL, sample INTEGER NOT NULL, tag TEXT,
+    PRIMARY KEY (partition, key)) WITHOUT ROWID;
+CREATE INDEX keys_of_sample ON keys (sample);
+CREATE TABLE leases (
+    host TEXT NOT NULL, boot TEXT NOT NULL, pid INTEGER NOT NULL,
+    name TEXT NOT NULL, expires REAL NOT NULL, PRIMARY KEY (host, boot, pid)) WITHOUT ROWID;
+CREATE TABLE producers (
+    name TEXT PRIMARY KEY, host TEXT NOT NULL, pid INTEGER NOT NULL, started REAL NOT NULL,
+    born TEXT NOT NULL, beat REAL NOT NULL, state TEXT NOT NULL, cause TEXT) WITHOUT ROWID;
+CREATE TABLE pending (store TEXT PRIMARY KEY, first_row INTEGER NOT NULL, count INTEGER NOT NULL,
+    note TEXT NOT NULL) WITHOUT ROWID;
+INSERT INTO meta VALUES ('format', 1), ('next_index', 0);
+"""
+
+
+class Ledger:
+    """One process's connection to the ledger of a bucket; its methods are thread-safe.
+
+    `fsync=True` makes each commit survive a loss of power, not only the death of the process.
+    On a network file system the journal is a rollback journal, since WAL needs shared memory.
+    """
+
+    def __init__(self, place: Place, *, fsync: bool = False) -> None:
+        self.place = place
+        self.fsync = fsync
+        self.lock = threading.RLock()
+        self._copy: tempfile.TemporaryDirectory[str] | None = None
+        self.connection = self._connect()
+        self._watcher = self._connect()
+        self._open_transaction = False
+
+    # Opening
+
+    def _connect(self) -> sqlite3.Connection:
+        if not self.place.writable:
+            return self._connect_read_only()
+        connection = sqlite3.connect(
+            self.place.ledger,
+            timeout=BUSY_SECONDS,
+            isolation_level=None,
+            check_same_thread=False,
+            cached_statements=256,
+        )
+        journal = "TRUNCATE" if self.place.network else "WAL"
+        connection.execute(f"PRAGMA journal_mode = {journal}")
+        full = self.fsync or self.place.network
+        connection.execute(f"PRAGMA synchronous = {'FULL' if full else 'NORMAL'}")
+        self._make_tables(connection)
+        return connection
+
+    def _make_tables(self, connection: sqlite3.Connection) -> None:
+        if not connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone():
+            connection.executescript(f"BEGIN IMMEDIATE;{TABLES}COMMIT;")
+        self._check_format(connection)
+
+    def _check_format(self, connection: sqlite3.Connection) -> None:
+        try:
+            found = connection.execute("SELECT value FROM meta WHERE key = 'format'").fetchone()
+        except sqlite3.OperationalError:
+            raise
+        except sqlite3.DatabaseError as error:
+            raise FormatError(
+                f"queue {self.place.queue!r}: {self.place.ledger} is not a ledger ({error})."
+                " Restore it from a copy."
+            ) from error
+        if found[0] > LEDGER_FORMAT:
+            raise FormatError(
+                f"queue {self.place.queue!r}: the ledger {self.place.ledger} has format {found[0]};"
+                f" this version of persisting_torch reads up to format {LEDGER_FORMAT}."
+                " Upgrade persisting_torch."
+            )
+
+    def _connect_read_only(self) -> sqlite3.Connection:
+        """The ledger of a queue that this process may not write.
+
+        SQLite reads a WAL database only where its shared memory file is there or can be made; where
+        it cannot, a private copy is read instead, as of now.
+        """
+        if not os.path.exists(self.place.ledger):
+            raise FormatError(
+                f"queue {self.place.queue!r} is read-only for this process and has no ledger yet."
+                " Open it once where it can be written."
+            )
+        if self._copy is None:
+            live = sqlite3.connect(
+                f"file:{quote(self.place.ledger)}?mode=ro",
+                uri=True,
+                isolation_level=None,
+                check_same_thread=False,
+            )
+            try:
+                self._check_format(live)
+                return live
+            except sqlite3.OperationalError:
+                live.close()
+            self._copy = tempfile.TemporaryDirectory(prefix="persisting_torch-")
+            for ending in ("", "-wal"):
+                if os.path.exists(self.place.ledger + ending):
+                    shutil.copyfile(
+                        self.place.ledger + ending, f"{self._copy.name}/ledger.sqlite{ending}"
+                    )
+        connection = sqlite3.connect(
+            f"{self._copy.name}/ledger.sqlite", isolation_level=None, check_same_thread=False
+        )
+        self._check_format(connection)
+        return connection
+
+    def close(self) -> None:
+        with self.lock:
+            self.connection.close()
+            self._watcher.close()
+            if self._copy is not None:
+                self._copy.cleanup()
+
+    # Transactions
+
+    @contextmanager
+    def transaction(self) -> Iterator[sqlite3.Connection]:
+        """All or nothing, alone among all processes; durable when the block ends."""
+        with self.lock:
+            assert not self._open_transaction, "a ledger transaction inside another"
+            try:
+                self.connection.execute("BEGIN IMMEDIATE")
+            except sqlite3.OperationalError as error:
+                if "locked" not in str(error):
+                    raise
+                raise WaitTimeout(
+                    f"waited {BUSY_SECONDS:g} s to write the ledger of queue {self.place.queue!r}"
+                    f" ({self.place.ledger}): another process keeps it locked."
+                ) from error
+            self._open_transaction = True
+            try:
+                yield self.connection
+                self.connection.execute("COMMIT")
+            finally:
+                self._open_transaction = False
+                if self.connection.in_transaction:
+                    self.connection.execute("ROLLBACK")
+
+    @contextmanager
+    def reading(self) -> Iterator[sqlite3.Connection]:
+        """Several reads of one state of the ledger."""
+        with self.lock:
+            if self.connection.in_transaction:
+                yield self.connection
+                return
+            self.connection.execute("BEGIN")
+            try:
+                yield self.connection
+            finally:
+                self.connection.execute("COMMIT")
+
+    def version(self) -> tuple[int, int]:
+        """A value that differs once any process has changed the ledger since it was last asked."""
+        with self.lock:
+            others = self.connection.execute("PRAGMA data_version").fetchone()[0]
+            return others, self.connection.total_changes
+
+    def watch(self) -> int:
+        """The same for waiting: cheap, and never held up by this process's own transactions."""
+        return int(self._watcher.execute("PRAGMA data_version").fetchone()[0])
+
+    # Indexes
+
+    def reserve(self, count: int) -> int:
+        """The first of `count` new global indexes, which no one else will get."""
+        with self.transaction() as tx:
+            return self.reserve_in(tx, count)
+
+    @staticmethod
+    def reserve_in(tx: sqlite3.Connection, count: int) -> int:
+        end: int = tx.execute(
+            "UPDATE meta SET value = value + ? WHERE key = 'next_index' RETURNING value", (count,)
+        ).fetchone()[0]
+        return end - count
+
+    def give_back(self, first: int, end: int) -> None:
+        """Return the unused end of a reservation if nobody has reserved since."""
+        with self.transaction() as tx:
+            tx.execute(
+                "UPDATE meta SET value = ? WHERE key = 'next_index' AND value = ?", (first, end)
+            )

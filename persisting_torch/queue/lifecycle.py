@@ -1,0 +1,134 @@
+"""What happens to open queues when their process ticks, ends, is told to end, or forks."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Protocol
+
+from persisting_torch.errors import PersistingError
+from persisting_torch.queue import waiting
+
+LONGEST_TICK_SECONDS = 1.0
+SIGTERM_EXIT_CODE = 128 + signal.SIGTERM
+
+
+class Open(Protocol):
+    """An engine as its process sees it."""
+
+    def tick(self) -> float:
+        """Do what is due; answer the seconds until it wants its next turn. Raises nothing."""
+        ...
+
+    def close(self) -> None: ...
+
+
+_open: dict[int, Open] = {}
+_lock = threading.Lock()
+_ticker: threading.Thread | None = None
+_wake = threading.Event()
+_used = False
+_forked_from = 0
+
+
+def register(engine: Open) -> None:
+    """Keep an engine ticking, and close it when the process ends or gets SIGTERM."""
+    global _ticker, _used
+    with _lock:
+        _used = True
+        _open[id(engine)] = engine
+        if _ticker is None or not _ticker.is_alive():
+            _ticker = threading.Thread(target=_tick, name="persisting_torch", daemon=True)
+            _ticker.start()
+    _wake.set()
+    _listen_to_sigterm()
+
+
+def unregister(engine: Open) -> None:
+    with _lock:
+        _open.pop(id(engine), None)
+
+
+def check_process(what: str) -> None:
+    """Raise where this process is the fork of one that had used a queue.
+
+    Lance's threads do not survive a fork, so the child could hang or crash at its first read.
+    """
+    if _forked_from:
+        raise PersistingError(
+            f"{what} cannot be used in process {os.getpid()}: it was forked from process"
+            f" {_forked_from} after a queue had been opened there, and Lance does not survive a"
+            " fork. Start processes with the 'spawn' or 'forkserver' method, or open the first"
+            " queue only after the fork."
+        )
+
+
+def _tick() -> None:
+    delay = LONGEST_TICK_SECONDS
+    while True:
+        _wake.wait(delay)
+        _wake.clear()
+        with _lock:
+            engines = list(_open.values())
+        delay = min((engine.tick() for engine in engines), default=LONGEST_TICK_SECONDS)
+
+
+def _close_all() -> None:
+    if _forked_from:
+        return
+    with _lock:
+        engines = list(_open.values())
+    _each(engines, lambda engine: engine.close())
+
+
+def _each(engines: list[Open], action: Callable[[Open], None]) -> None:
+    """Every engine gets its turn, whatever the others raise; the first error is raised then."""
+    errors = []
+    for engine in engines:
+        try:
+            action(engine)
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        for error in errors[1:]:
+            print(f"persisting_torch: {error}", file=sys.stderr)
+        raise errors[0]
+
+
+def _listen_to_sigterm() -> None:
+    """Let SIGTERM end the process through SystemExit, so that waiting rows are flushed.
+
+    Only where nobody else handles it, and only from the main thread, which alone may.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _exit_on_sigterm)
+
+
+def _exit_on_sigterm(number: int, frame: FrameType | None) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    sys.exit(SIGTERM_EXIT_CODE)
+
+
+def _after_fork_in_child() -> None:
+    global _lock, _ticker, _forked_from
+    _lock = threading.Lock()
+    _ticker = None
+    if _used:
+        _forked_from = os.getppid()
+    _forgotten.extend(_open.values())
+    _open.clear()
+    waiting.forget_hubs()
+
+
+_forgotten: list[Open] = []
+"""Engines of a parent process, kept from being finalised in the child."""
+
+atexit.register(_close_all)
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,452 @@
+"""The queue as its users hold it: async methods, and `sync` for the same without await."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from tensordict import TensorDict, TensorDictBase
+
+from persisting_torch.queue.engine import Engine
+from persisting_torch.queue.report import stats
+from persisting_torch.queue.meta import BatchMeta
+from persisting_torch.queue.place import open_place
+
+if TYPE_CHECKING:
+    import lance
+
+    from persisting_torch.queue.claims import Sampler
+    from persisting_torch.queue.reader import QueueReader
+    from persisting_torch.queue.writer import QueueWriter
+
+Answer = TypeVar("Answer")
+RECORDS_A_STEP = 100
+THREADS = 16
+
+_threads: dict[int, ThreadPoolExecutor] = {}
+
+
+class Queue:
+    """A named, persistent, append-only collection of samples under `storage_path`.
+
+    Any number of processes of one machine may open the same queue at once, to put, to claim and to
+    read. Every method that may touch the disk is a coroutine and leaves the event loop free;
+    `queue.sync` has the same methods without await.
+
+    name: any text up to 1000 characters that fits a folder name once encoded.
+    batch_size: samples that may wait in memory; the put that fills it returns after their flush.
+        Larger is faster for small records (each flush costs some milliseconds) and risks more of
+        them if the process is killed.
+    auto_flush_interval_sec: seconds after which waiting samples are flushed in the background;
+        0 for never.
+    enable_metrics: count puts, flushes, reads and claims, and their time, for `stats()`.
+    num_buckets, bucket_column: how a distributed queue is split; a local queue has one bucket.
+    zerocopy_mode: "auto" gives tensors over Arrow's memory; "force" also refuses, at put, whatever
+        needs pickle or an extra copy; "off" copies everything (for finding faults).
+    durability: "flush" survives the death of the process, "fsync" a loss of power too.
+    allow_pickle: False refuses arbitrary objects, at put and at read.
+
+    Raises FormatError where something else stands at its path, BucketUnavailable where another
+    host has it open, PersistingError where the path cannot be used.
+
+    >>> import asyncio, tempfile
+    >>> async def main():
+    ...     async with Queue("rollouts", tempfile.mkdtemp()) as queue:
+    ...         await queue.put({"prompt": "2 + 2", "reward": 1.0})
+    ...         return await queue.get()
+    >>> asyncio.run(main())
+    [{'prompt': '2 + 2', 'reward': 1.0}]
+    """
+
+    def __init__(
+        self,
+        name: str,
+        storage_path: str | os.PathLike[str] = "./data",
+        *,
+        batch_size: int = 100,
+        auto_flush_interval_sec: float = 0.0,
+        enable_metrics: bool = False,
+        num_buckets: int = 4,
+        bucket_column: str = "id",
+        zerocopy_mode: Literal["auto", "force", "off"] = "auto",
+        durability: Literal["flush", "fsync"] = "flush",
+        allow_pickle: bool = True,
+        capacity: int | None = None,
+        storage_options: dict[str, str] | None = None,
+    ) -> None:
+        _check_options(
+            name, batch_size, auto_flush_interval_sec, zerocopy_mode, durability, capacity,
+            storage_options,
+        )
+        self.name = name
+        self.storage_path = os.fspath(storage_path)
+        self.num_buckets = num_buckets
+        self.bucket_column = bucket_column
+        self.engine = Engine(
+            open_place(name, storage_path),
+            batch_size=batch_size,
+            auto_flush_interval_sec=auto_flush_interval_sec,
+            durability=durability,
+            allow_pickle=allow_pickle,
+            zerocopy_mode=zerocopy_mode,
+            capacity=capacity,
+            enable_metrics=enable_metrics,
+        )
+        self.sync = SyncQueue(self)
+
+    # Putting
+
+    async def put(
+        self,
+        data: dict[str, Any] | Sequence[dict[str, Any]] | TensorDictBase,
+        partition_id: str = "default",
+        *,
+        metadata: BatchMeta | None = None,
+    ) -> BatchMeta:
+        """Put one sample (a dict), many (a list of dicts), or the B samples of a TensorDict.
+
+        A TensorDict of batch size [B, ...] is B samples, of batch size [] one. Values are copied:
+        what is changed after the put does not show. With `metadata`, the fields of `data` are
+        written into the samples that it names, and are on disk when this returns.
+
+        Raises SchemaError, storing nothing of this put, for a value that does not fit its field;
+        QueueSealed for a sealed partition; FlushFailed if samples could not be written, which are
+        then kept in memory.
+        """
+        if metadata is not None:
+            return await _in_thread(self.engine.put_fields, data, metadata)
+        if self.engine.must_wait or not isinstance(data, dict):
+            meta = await _in_thread(self.engine.put, data, partition_id)
+        else:
+            meta = self.engine.put(data, partition_id)
+        if self.engine.full:
+            await _in_thread(self.engine.flush)
+        return meta
+
+    async def put_batch(
+        self, records: Sequence[dict[str, Any]], partition_id: str = "default"
+    ) -> BatchMeta:
+        """Put many samples, with consecutive global indexes; all or none of them."""
+        return await self.put(records, partition_id)
+
+    async def flush(self) -> None:
+        """Write what waits in memory. Raises FlushFailed, with the samples kept, if it cannot."""
+        await _in_thread(self.engine.flush)
+
+    # Reading in order
+
+    async def get(self, limit: int = 100, offset: int = 0) -> list[dict[str, Any]]:
+        """Up to `limit` records after the first `offset`, in the order in which they were put.
+
+        Each record has every field of the queue, None where it has no value. Marks nothing.
+        """
+        return await _in_thread(self.engine.records, limit, offset)
+
+    async def stream(
+        self,
+        limit: int | None = 100,
+        offset: int = 0,
+        wait: bool = False,
+        timeout: float | None = None,
+    ) -> AsyncIterator[list[dict[str, Any]]]:
+        """Lists of records in order, `limit` records in all (None: no limit). Marks nothing.
+
+        With `wait`, waits for further records instead of ending; `timeout` seconds without one end
+        it (None: never).
+        """
+        stream = self.engine.stream(offset)
+        left = limit
+        while left is None or left > 0:
+            step = RECORDS_A_STEP if left is None else min(left, RECORDS_A_STEP)
+            records = await _in_thread(stream.next, step)
+            if records:
+                left = None if left is None else left - len(records)
+                yield records
+            elif not wait or not await stream.news.wait_async(_deadline(timeout)):
+                return
+
+    # Claiming
+
+    async def get_meta(
+        self,
+        fields: Sequence[str] | None,
+        batch_size: int,
+        task_name: str = "default",
+        partition_id: str = "default",
+        sampler: Sampler | None = None,
+        **sampling: Any,
+    ) -> BatchMeta:
+        """Claim ready samples for a task: what the sampler chooses is consumed, durably.
+
+        Ready are samples that have all `fields`, and that the task has not consumed. Without a
+        sampler: the first `batch_size` in index order, or as many as there are. `sampling` goes to
+        the sampler; with dp_rank and batch_index in it, whoever asks for the same again, in
+        whatever process, gets the same samples. The answer has size 0 if nothing is ready.
+        """
+        return await _in_thread(
+            self.engine.claim, fields, batch_size, task_name, partition_id, sampler, sampling
+        )
+
+    async def get_data(self, meta: BatchMeta, partition_id: str | None = None) -> TensorDict:
+        """The fields that `meta` names of its samples, as a TensorDict of batch size [meta.size].
+
+        Raises KeyError for samples that the queue does not hold.
+        """
+        return await _in_thread(self.engine.data_of, meta, partition_id)
+
+    async def get_batch(
+        self,
+        fields: Sequence[str] | None,
+        batch_size: int,
+        task_name: str = "default",
+        partition_id: str = "default",
+        sampler: Sampler | None = None,
+        **sampling: Any,
+    ) -> TensorDict:
+        """`get_meta` and `get_data` in one."""
+        return await _in_thread(
+            self.engine.claim_batch, fields, batch_size, task_name, partition_id, sampler, sampling
+        )
+
+    async def mark_consumed(
+        self, task_name: str, global_indexes: Sequence[int], partition_id: str = "default"
+    ) -> None:
+        """Mark samples as consumed by a task. Raises KeyError for samples that are not there."""
+        await _in_thread(self.engine.mark, task_name, partition_id, global_indexes)
+
+    async def reset_consumption(self, task_name: str, partition_id: str = "default") -> None:
+        """Let a task begin anew: nothing in the partition is consumed or assigned for it."""
+        await _in_thread(self.engine.reset, task_name, partition_id)
+
+    async def clear(self, global_indexes: Sequence[int], partition_id: str = "default") -> None:
+        """Remove samples for good. Raises KeyError, removing nothing, if one is not there."""
+        await _in_thread(self.engine.clear, partition_id, global_indexes)
+
+    async def seal(self, partition_id: str | None = None) -> None:
+        """Say that no more samples will come to a partition (None: to any that exists now)."""
+        await _in_thread(self.engine.seal, partition_id)
+
+    # The rest
+
+    async def stats(self) -> dict[str, Any]:
+        """Figures of the queue: samples, bytes, partitions, tasks, fields, upkeep."""
+        return await _in_thread(stats, self.engine)
+
+    def __len__(self) -> int:
+        """Samples in the queue, waiting ones of this process included, cleared ones not."""
+        return self.engine.count()
+
+    def reader(self, rank: int | None = None, world_size: int | None = None) -> QueueReader:
+        """A reader of this rank's share of the records, that remembers how far it has come."""
+        from persisting_torch.queue.reader import QueueReader
+
+        return QueueReader(self, rank, world_size)
+
+    def writer(self) -> QueueWriter:
+        """A writer that flushes when its `with` block ends."""
+        from persisting_torch.queue.writer import QueueWriter
+
+        return QueueWriter(self)
+
+    def producer(self, name: str) -> AbstractContextManager[None]:
+        """Registers this process as a producer while the block runs.
+
+        If it fails or dies and no other producer is left, those who wait for samples get
+        ProducerFailed with the name and the cause.
+        """
+        return self.engine.producer(name)
+
+    def to_lance(self) -> lance.LanceDataset:
+        """The queue's rows as a Lance dataset, flushed, for SQL, pandas, polars or duckdb."""
+        return self.engine.to_lance()
+
+    def close(self) -> None:
+        """Flush and give everything back; a second call does nothing."""
+        self.engine.close()
+
+    def __enter__(self) -> Queue:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Queue:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await _in_thread(self.close)
+
+    def __repr__(self) -> str:
+        return f"Queue({self.name!r}, {self.storage_path!r})"
+
+
+class SyncQueue:
+    """The methods of a Queue without await, for scripts, notebooks and callbacks."""
+
+    def __init__(self, queue: Queue) -> None:
+        self._queue = queue
+        engine = queue.engine
+        self._engine = engine
+        self.flush: Callable[[], None] = engine.flush
+        self.close: Callable[[], None] = queue.close
+
+    def put(
+        self,
+        data: dict[str, Any] | Sequence[dict[str, Any]] | TensorDictBase,
+        partition_id: str = "default",
+        *,
+        metadata: BatchMeta | None = None,
+    ) -> BatchMeta:
+        """See Queue.put."""
+        if metadata is not None:
+            return self._engine.put_fields(data, metadata)
+        meta = self._engine.put(data, partition_id)
+        if self._engine.full:
+            self._engine.flush()
+        return meta
+
+    def put_batch(
+        self, records: Sequence[dict[str, Any]], partition_id: str = "default"
+    ) -> BatchMeta:
+        """See Queue.put_batch."""
+        return self.put(records, partition_id)
+
+    def get(self, limit: int = 100, offset: int = 0) -> list[dict[str, Any]]:
+        """See Queue.get."""
+        return self._engine.records(limit, offset)
+
+    def stream(
+        self,
+        limit: int | None = 100,
+        offset: int = 0,
+        wait: bool = False,
+        timeout: float | None = None,
+    ) -> Iterator[list[dict[str, Any]]]:
+        """See Queue.stream."""
+        stream = self._engine.stream(offset)
+        left = limit
+        while left is None or left > 0:
+            step = RECORDS_A_STEP if left is None else min(left, RECORDS_A_STEP)
+            records = stream.next(step)
+            if records:
+                left = None if left is None else left - len(records)
+                yield records
+            elif not wait or not stream.news.wait(_deadline(timeout)):
+                return
+
+    def get_meta(
+        self,
+        fields: Sequence[str] | None,
+        batch_size: int,
+        task_name: str = "default",
+        partition_id: str = "default",
+        sampler: Sampler | None = None,
+        **sampling: Any,
+    ) -> BatchMeta:
+        """See Queue.get_meta."""
+        return self._engine.claim(fields, batch_size, task_name, partition_id, sampler, sampling)
+
+    def get_data(self, meta: BatchMeta, partition_id: str | None = None) -> TensorDict:
+        """See Queue.get_data."""
+        return self._engine.data_of(meta, partition_id)
+
+    def get_batch(
+        self,
+        fields: Sequence[str] | None,
+        batch_size: int,
+        task_name: str = "default",
+        partition_id: str = "default",
+        sampler: Sampler | None = None,
+        **sampling: Any,
+    ) -> TensorDict:
+        """See Queue.get_batch."""
+        return self._engine.claim_batch(
+            fields, batch_size, task_name, partition_id, sampler, sampling
+        )
+
+    def mark_consumed(
+        self, task_name: str, global_indexes: Sequence[int], partition_id: str = "default"
+    ) -> None:
+        """See Queue.mark_consumed."""
+        self._engine.mark(task_name, partition_id, global_indexes)
+
+    def reset_consumption(self, task_name: str, partition_id: str = "default") -> None:
+        """See Queue.reset_consumption."""
+        self._engine.reset(task_name, partition_id)
+
+    def clear(self, global_indexes: Sequence[int], partition_id: str = "default") -> None:
+        """See Queue.clear."""
+        self._engine.clear(partition_id, global_indexes)
+
+    def seal(self, partition_id: str | None = None) -> None:
+        """See Queue.seal."""
+        self._engine.seal(partition_id)
+
+    def stats(self) -> dict[str, Any]:
+        """See Queue.stats."""
+        return stats(self._engine)
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+
+def _deadline(timeout: float | None) -> float:
+    return float("inf") if timeout is None else time.monotonic() + timeout
+
+
+async def _in_thread(call: Callable[..., Answer], *arguments: Any) -> Answer:
+    """Run what may touch the disk beside the event loop."""
+    threads = _threads.get(os.getpid())
+    if threads is None:
+        threads = _threads[os.getpid()] = ThreadPoolExecutor(THREADS, "persisting_torch")
+    return await asyncio.get_running_loop().run_in_executor(threads, call, *arguments)
+
+
+def _check_options(
+    name: str,
+    batch_size: int,
+    auto_flush_interval_sec: float,
+    zerocopy_mode: str,
+    durability: str,
+    capacity: int | None,
+    storage_options: dict[str, str] | None,
+) -> None:
+    if not isinstance(batch_size, int) or batch_size < 1:
+        raise ValueError(f"queue {name!r}: batch_size must be at least 1, got {batch_size!r}.")
+    if not auto_flush_interval_sec >= 0:
+        raise ValueError(
+            f"queue {name!r}: auto_flush_interval_sec must be 0 (never) or more seconds, got"
+            f" {auto_flush_interval_sec!r}."
+        )
+    if zerocopy_mode not in ("auto", "force", "off"):
+        raise ValueError(
+            f"queue {name!r}: zerocopy_mode must be 'auto', 'force' or 'off', got"
+            f" {zerocopy_mode!r}."
+        )
+    if durability not in ("flush", "fsync"):
+        raise ValueError(
+            f"queue {name!r}: durability must be 'flush' or 'fsync', got {durability!r}."
+        )
+    if capacity is not None and capacity < 1:
+        raise ValueError(f"queue {name!r}: capacity must be at least 1 or None, got {capacity!r}.")
+    if storage_options:
+        raise ValueError(
+            f"queue {name!r}: storage_options are for object stores; this queue lives on a file"
+            " system. Leave them out."
+        )

@@ -1,0 +1,270 @@
+"""The way out: from positions and indexes to records and TensorDicts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from pyroaring import BitMap64
+from tensordict import TensorDict
+
+from persisting_torch.queue.books import Books
+from persisting_torch.queue.buffer import INDEX_COLUMN, Chunk, group_columns
+from persisting_torch.queue.decode import to_records, to_tensordict
+from persisting_torch.queue.late import LateFields
+from persisting_torch.queue.ledger import Ledger
+from persisting_torch.queue.runs import Int64s
+from persisting_torch.queue.sets import pack_set, set_of
+from persisting_torch.queue.storage import RowStore
+
+
+@dataclass
+class Moved:
+    """How far a stream has come, and what it met on the way."""
+
+    row: int
+    count: int
+    records: list[dict[str, Any]]
+
+
+class Reads:
+    """Reading of one bucket: committed rows with their late fields, and samples that wait."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        books: Books,
+        rows: RowStore,
+        late: LateFields,
+        zerocopy_mode: str,
+    ) -> None:
+        self.ledger = ledger
+        self.books = books
+        self.rows = rows
+        self.late = late
+        self.copy = zerocopy_mode == "off"
+
+    def _follow(self) -> None:
+        with self.ledger.reading() as tx:
+            self.books.refresh(tx)
+        self.late.follow()
+
+    # In order
+
+    def records(self, limit: int, offset: int, waiting: Sequence[Chunk]) -> list[dict[str, Any]]:
+        """Up to `limit` records after the first `offset`: rows in commit order, then waiting ones."""
+        with self.ledger.lock:
+            self._follow()
+            cleared = self._cleared_rows()
+            present = self.books.rows - len(cleared)
+            rows = _nth_present(cleared, offset, min(offset + limit, present))
+            records = self._records_of(rows)
+            skip, missing = max(0, offset - present), limit - len(records)
+            if missing > 0:
+                records += self._waiting_records(waiting, skip, missing)
+            return records
+
+    def advance(
+        self,
+        limit: int,
+        row: int,
+        had: set[int],
+        waiting: Sequence[Chunk],
+        *,
+        values: bool = True,
+    ) -> Moved:
+        """Up to `limit` records from row id `row` on, and of waiting samples.
+
+        `had` holds indexes of samples that were met while they waited; they are not met again.
+        """
+        with self.ledger.lock:
+            self._follow()
+            found: list[Int64s] = []
+            count = 0
+            while count < limit and row < self.books.rows:
+                step = np.arange(row, min(self.books.rows, row + limit - count), dtype=np.int64)
+                row += len(step)
+                keep = self._not_met(self.books.runs.indexes_of(step), had)
+                found.append(step[keep])
+                count += int(keep.sum())
+            rows = np.concatenate(found) if found else np.empty(0, dtype=np.int64)
+            records = self._records_of(rows) if values else []
+            for chunk in waiting:
+                fresh = [at for at in chunk.indexes if at not in had][: limit - count]
+                if fresh and self.books.runs.rows_of(fresh[:1])[0] < 0:
+                    start = fresh[0] - chunk.first
+                    if values:
+                        records += self._chunk_records(chunk, start, start + len(fresh))
+                    had.update(fresh)
+                    count += len(fresh)
+            return Moved(row, count, records)
+
+    def _not_met(self, indexes: Int64s, had: set[int]) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        keep = np.ones(len(indexes), dtype=bool)
+        if had or self.books.cleared_indexes:
+            for at, index in enumerate(indexes.tolist()):
+                if index in had:
+                    had.discard(index)
+                    keep[at] = False
+                elif index in self.books.cleared_indexes:
+                    keep[at] = False
+        return keep
+
+    def count(self, waiting: Sequence[Chunk]) -> int:
+        """Samples that are there, waiting ones included."""
+        with self.ledger.reading() as tx:
+            self.books.refresh(tx)
+            committed = self.books.rows - len(self.books.cleared_indexes)
+            return committed + sum(len(chunk) for chunk in self._not_committed(waiting))
+
+    def _cleared_rows(self) -> Int64s:
+        cleared = np.array(self.books.cleared_indexes.to_array(), dtype=np.int64)
+        return np.sort(self.books.runs.rows_of(cleared))
+
+    def _records_of(self, rows: Int64s) -> list[dict[str, Any]]:
+        if not len(rows):
+            return []
+        names = list(self.books.schema.fields)
+        table = self._table(rows, self.books.runs.indexes_of(rows), names)
+        return to_records(table, self.books.schema, names, copy=self.copy)
+
+    def _not_committed(self, waiting: Sequence[Chunk]) -> list[Chunk]:
+        rows = self.books.runs.rows_of([chunk.first for chunk in waiting])
+        return [chunk for chunk, row in zip(waiting, rows) if row < 0]
+
+    def _waiting_records(
+        self, waiting: Sequence[Chunk], skip: int, limit: int
+    ) -> list[dict[str, Any]]:
+        records: list[dict[str, Any]] = []
+        for chunk in self._not_committed(waiting):
+            if skip < len(chunk) and len(records) < limit:
+                records += self._chunk_records(chunk, skip, skip + limit - len(records))
+            skip = max(0, skip - len(chunk))
+        return records
+
+    def _chunk_records(self, chunk: Chunk, start: int, stop: int) -> list[dict[str, Any]]:
+        """Waiting samples, by way of the columns that their flush would write."""
+        columns, _ = group_columns([chunk], self.books.schema)
+        part = {name: array[start:stop] for name, array in columns.items()}
+        count = len(range(len(chunk))[start:stop])
+        table = pa.table({INDEX_COLUMN: np.arange(count), **part})
+        names = list(self.books.schema.fields)
+        return to_records(table, self.books.schema, names, copy=True)
+
+    # By index
+
+    def names_of(self, fields: Sequence[str] | None) -> list[str]:
+        """Names of stored fields: a name that others nest under stands for all of those.
+
+        A name that was never put stays as it is: its samples may still come.
+        """
+        known = self.books.schema.fields
+        if fields is None:
+            return list(known)
+        names: list[str] = []
+        for field in fields:
+            if field == INDEX_COLUMN:
+                continue
+            nested = [name for name in known if name.startswith(f"{field}.")]
+            names += [field] if field in known or not nested else nested
+        return names
+
+    def batch(
+        self,
+        partition: str,
+        indexes: Int64s,
+        fields: Sequence[str] | None,
+        pad: dict[str, float] | None,
+    ) -> TensorDict:
+        """A TensorDict of batch size [n] with the fields of these samples, in their order."""
+        with self.ledger.lock:
+            self._follow()
+            names = self.names_of(fields)
+            self._check_names(names)
+            rows = self._rows_of(indexes)
+            schema = self.books.schema
+            late = [name for name in names if self.late.holds(name)]
+        table = self._table(rows, indexes, names, late)
+        batch = to_tensordict(table, schema, names, pad=pad, copy=self.copy)
+        if fields is not None and INDEX_COLUMN in fields:
+            batch[INDEX_COLUMN] = torch.from_numpy(indexes.copy())
+        return batch
+
+    def _check_names(self, names: Sequence[str]) -> None:
+        unknown = [name for name in names if name not in self.books.schema.fields]
+        if unknown:
+            known = ", ".join(self.books.schema.fields) or "none yet"
+            raise KeyError(
+                f"queue {self.books.schema.queue!r} has no field {', '.join(unknown)}."
+                f" Its fields are: {known}."
+            )
+
+    def check_indexes(self, indexes: Int64s) -> None:
+        """Raise KeyError naming indexes that the queue does not hold."""
+        with self.ledger.lock:
+            self._follow()
+            self._rows_of(indexes)
+
+    def _rows_of(self, indexes: Int64s) -> Int64s:
+        rows = self.books.runs.rows_of(indexes)
+        if len(rows) and rows.min() < 0:
+            unknown = indexes[rows < 0][:10].tolist()
+            raise KeyError(
+                f"queue {self.books.schema.queue!r} holds no samples with global indexes {unknown}."
+            )
+        if self.books.cleared_indexes:
+            gone = self.books.cleared_indexes & BitMap64(indexes.tolist())
+            if gone:
+                raise KeyError(
+                    f"samples {list(gone)[:10]} of queue {self.books.schema.queue!r} were cleared."
+                )
+        return rows
+
+    def _table(
+        self, rows: Int64s, indexes: Int64s, names: list[str], late: list[str] | None = None
+    ) -> pa.Table:
+        schema = self.books.schema
+        columns = [variant.column for name in names for variant in schema.fields[name].variants]
+        if columns and len(rows):
+            table = self.rows.read(rows, columns)
+        else:
+            table = pa.table({INDEX_COLUMN: indexes})
+        if not table.column_names:
+            table = pa.table({INDEX_COLUMN: indexes})
+        return self.late.overlay(table, indexes, schema, names if late is None else late)
+
+    # Removing
+
+    def clear(self, partition: str, indexes: Sequence[int]) -> None:
+        """Enter samples as cleared; upkeep removes their rows."""
+        members = set_of(indexes)
+        with self.ledger.transaction() as tx:
+            self.books.refresh(tx)
+            where = self.books.partitions.get(partition)
+            unknown = members - where.arrived if where is not None else members
+            if unknown:
+                raise KeyError(
+                    f"{self.books.schema.queue}/{partition} holds no samples with global indexes"
+                    f" {list(unknown)[:10]}; nothing was cleared."
+                )
+            assert where is not None or not members
+            members -= self.books.cleared_indexes
+            if where is not None and members:
+                tx.execute(
+                    "INSERT INTO cleared (partition, first, count, members) VALUES (?, ?, ?, ?)",
+                    (where.id, *pack_set(members)),
+                )
+                for index in members:
+                    tx.execute("DELETE FROM keys WHERE sample = ?", (index,))
+
+
+def _nth_present(cleared: Int64s, start: int, stop: int) -> Int64s:
+    """Row ids of the present rows number start to stop - 1, skipping the sorted cleared ones."""
+    numbers = np.arange(start, stop, dtype=np.int64)
+    if not len(cleared):
+        return numbers
+    return numbers + np.searchsorted(cleared - np.arange(len(cleared)), numbers, side="right")

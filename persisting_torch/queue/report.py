@@ -1,0 +1,112 @@
+"""What can be said about a queue: the figures of `stats()` and the checks of `verify`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from persisting_torch.queue.engine import Engine
+
+VERIFY_STEP = 8192
+
+
+def stats(engine: Engine) -> dict[str, Any]:
+    """Figures of a queue, JSON-able: sizes in samples and bytes, times in seconds since 1970."""
+    engine.check_open()
+    buffered = engine.intake.buffer.samples
+    with engine.ledger.reading() as tx:
+        books = engine.books
+        books.refresh(tx)
+        last = tx.execute("SELECT value FROM meta WHERE key = 'last_put'").fetchone()
+        producers = tx.execute("SELECT name, pid, state, cause, beat FROM producers").fetchall()
+        persisted = books.rows - len(books.cleared_indexes)
+        engine.rows.refresh()
+        found: dict[str, Any] = {
+            "name": engine.place.queue,
+            "path": engine.place.root,
+            "total_count": persisted + buffered,
+            "persisted_count": persisted,
+            "buffer_size": buffered,
+            "last_put": last[0] if last else None,
+            "fields": {name: str(field) for name, field in books.schema.fields.items()},
+            "partitions": {
+                name: {"samples": len(partition.present), "sealed": partition.sealed is not None}
+                for name, partition in sorted(books.partitions.items())
+            },
+            "tasks": _tasks(engine),
+            "producers": {
+                name: {"pid": pid, "state": state, "cause": cause, "beat": beat}
+                for name, pid, state, cause, beat in producers
+            },
+            "storage": {
+                "bytes": _size(engine.place.bucket),
+                "ledger_bytes": _size(engine.place.ledger),
+                "fragments": engine.rows.fragments if engine.rows.exists() else 0,
+                "versions": engine.rows.versions if engine.rows.exists() else 0,
+                "upkeep_error": None if engine.tending.error is None else str(engine.tending.error),
+            },
+        }
+    if engine.metrics.enabled:
+        found["metrics"] = engine.metrics.report()
+    return found
+
+
+def _tasks(engine: Engine) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for (name, where), task in sorted(engine.books.tasks.items()):
+        present = engine.books.partitions[where].present
+        found.setdefault(name, {})[where] = {
+            "taken": len(task.taken),
+            "available": len(present - task.taken),
+            "cursor": task.cursor,
+        }
+    return found
+
+
+def _size(path: str) -> int:
+    if os.path.isfile(path):
+        return os.path.getsize(path)
+    return sum(file.stat().st_size for file in Path(path).rglob("*") if file.is_file())
+
+
+def verify(engine: Engine) -> list[str]:
+    """Read everything and hold rows and ledger against each other; the faults, [] if none."""
+    engine.check_open()
+    faults: list[str] = []
+    with engine.ledger.reading() as tx:
+        engine.books.refresh(tx)
+        damage = [row[0] for row in tx.execute("PRAGMA integrity_check") if row[0] != "ok"]
+        books = engine.books
+        total, schema = books.rows, books.schema
+        columns = [variant.column for f in schema.fields.values() for variant in f.variants]
+        gone = np.sort(books.runs.rows_of(np.array(books.cleared_indexes.to_array(), np.int64)))
+        arrived = sum(len(partition.arrived) for partition in books.partitions.values())
+    faults += [f"ledger: {text}" for text in damage]
+    if engine.rows.exists():
+        engine.rows.refresh()
+    stored = engine.rows.rows if engine.rows.exists() else 0
+    if stored < total:
+        faults.append(f"the ledger knows {total} rows, but data.lance holds {stored}")
+    if arrived != total:
+        faults.append(f"{arrived} samples arrived in partitions, but the ledger knows {total} rows")
+    for start in range(0, min(total, stored), VERIFY_STEP):
+        rows = np.setdiff1d(np.arange(start, min(start + VERIFY_STEP, total, stored)), gone)
+        if len(rows):
+            faults += _verify_rows(engine, rows, columns)
+    return faults
+
+
+def _verify_rows(
+    engine: Engine, rows: np.ndarray[Any, np.dtype[np.int64]], columns: list[str]
+) -> list[str]:
+    try:
+        table = engine.rows.read(rows, ["_index", *columns])
+    except (OSError, KeyError, ValueError) as error:
+        return [f"rows {rows[0]} to {rows[-1]} cannot be read: {error}"]
+    table.validate(full=True)
+    wrong = table["_index"].to_numpy() != engine.books.runs.indexes_of(rows)
+    return [f"row {row} holds another sample than the ledger says" for row in rows[wrong][:10]]

@@ -1,0 +1,111 @@
+"""Where samples stand: runs of consecutive global indexes in consecutive rows of `data.lance`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int64s = NDArray[np.int64]
+
+FEWEST_RECENT = 64
+
+
+class Runs:
+    """The map between global indexes and row ids.
+
+    A run is (first_index, count, first_row). Most runs lie in sorted arrays; the newest in a short
+    list that is merged into them when it has grown, so that entering one stays cheap.
+    """
+
+    def __init__(self) -> None:
+        self._settled = _Table(np.empty((0, 3), dtype=np.int64))
+        self._recent: dict[int, tuple[int, int]] = {}
+        self._recent_table: _Table | None = None
+
+    def add(self, first_index: int, count: int, first_row: int) -> None:
+        """Enter a run, or a longer version of a known one."""
+        if first_index not in self._recent and self._settled.lengthen(first_index, count):
+            return
+        self._recent[first_index] = (count, first_row)
+        self._recent_table = None
+        if len(self._recent) > max(FEWEST_RECENT, len(self._settled) // 64):
+            merged = np.concatenate([self._settled.runs(), self._recent_runs()])
+            self._settled = _Table(merged)
+            self._recent.clear()
+
+    def _recent_runs(self) -> Int64s:
+        runs = [(first, count, row) for first, (count, row) in self._recent.items()]
+        return np.array(runs, dtype=np.int64).reshape(-1, 3)
+
+    def _newest(self) -> _Table:
+        if self._recent_table is None:
+            self._recent_table = _Table(self._recent_runs())
+        return self._recent_table
+
+    def __len__(self) -> int:
+        return len(self._settled) + len(self._recent)
+
+    def rows_of(self, indexes: Sequence[int] | Int64s) -> Int64s:
+        """Row ids of global indexes, in their order; -1 for an index that no row holds.
+
+        Indexes and rows are int64 arrays of the same length.
+        """
+        wanted = np.asarray(indexes, dtype=np.int64)
+        found = self._settled.rows_of(wanted)
+        if self._recent:
+            found = np.maximum(found, self._newest().rows_of(wanted))
+        return found
+
+    def indexes_of(self, rows: Int64s) -> Int64s:
+        """Global indexes of row ids, in their order; -1 for a row that is in no run."""
+        found = self._settled.indexes_of(rows)
+        if self._recent:
+            found = np.maximum(found, self._newest().indexes_of(rows))
+        return found
+
+
+class _Table:
+    """Runs in arrays sorted by index, and the order that sorts them by row."""
+
+    def __init__(self, runs: Int64s) -> None:
+        runs = runs[np.argsort(runs[:, 0])]
+        self.firsts = np.ascontiguousarray(runs[:, 0])
+        self.counts = np.ascontiguousarray(runs[:, 1])
+        self.rows = np.ascontiguousarray(runs[:, 2])
+        self._by_row: tuple[Int64s, Int64s] | None = None
+
+    def __len__(self) -> int:
+        return len(self.firsts)
+
+    def runs(self) -> Int64s:
+        return np.stack([self.firsts, self.counts, self.rows], axis=1)
+
+    def lengthen(self, first_index: int, count: int) -> bool:
+        at = int(np.searchsorted(self.firsts, first_index))
+        if at == len(self) or self.firsts[at] != first_index:
+            return False
+        self.counts[at] = count
+        return True
+
+    def rows_of(self, indexes: Int64s) -> Int64s:
+        if not len(self):
+            return np.full(len(indexes), -1, dtype=np.int64)
+        at = np.searchsorted(self.firsts, indexes, side="right") - 1
+        offset = indexes - self.firsts[at]
+        inside = (at >= 0) & (offset < self.counts[at])
+        return np.where(inside, self.rows[at] + offset, np.int64(-1))
+
+    def indexes_of(self, rows: Int64s) -> Int64s:
+        if not len(self):
+            return np.full(len(rows), -1, dtype=np.int64)
+        if self._by_row is None:
+            order = np.argsort(self.rows)
+            self._by_row = self.rows[order], order
+        starts, order = self._by_row
+        place = np.searchsorted(starts, rows, side="right") - 1
+        at = order[place]
+        offset = rows - self.rows[at]
+        inside = (place >= 0) & (offset < self.counts[at])
+        return np.where(inside, self.firsts[at] + offset, np.int64(-1))
