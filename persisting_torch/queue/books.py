@@ -10,6 +10,7 @@ import json
 import sqlite3
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from typing import Any
 
 from pyroaring import BitMap64
 
@@ -69,6 +70,7 @@ class Books:
         self.partitions: dict[str, Partition] = {}
         self.tasks: dict[tuple[str, str], Task] = {}
         self.rows = 0
+        self.sealed: float | None = None
         self.cleared_indexes = BitMap64()
         self.late_seen: list[tuple[int, tuple[str, ...], int, int]] = []
         self._by_id: dict[int, Partition] = {}
@@ -94,7 +96,7 @@ class Books:
         self._read_claims(tx)
         self._at = at
 
-    def _news(self, tx: sqlite3.Connection, table: str, columns: str) -> list[tuple[int, ...]]:
+    def _news(self, tx: sqlite3.Connection, table: str, columns: str) -> list[tuple[Any, ...]]:
         rows = tx.execute(
             f"SELECT seq, {columns} FROM {table} WHERE seq > ? ORDER BY seq", (self._seen[table],)
         ).fetchall()
@@ -103,11 +105,15 @@ class Books:
         return rows
 
     def _read_names(self, tx: sqlite3.Connection) -> None:
+        sealed = tx.execute("SELECT value FROM meta WHERE key = 'sealed'").fetchone()
+        self.sealed = sealed and sealed[0]
         for number, name, sealed in tx.execute("SELECT id, name, sealed FROM partitions"):
             if number not in self._by_id:
                 self._by_id[number] = self.partitions[name] = Partition(number, name)
             self._by_id[number].sealed = sealed
-        for _, name, path, column, kind in self._news(tx, "fields", "name, path, field_column, type"):
+        for _, name, path, column, kind in self._news(
+            tx, "fields", "name, path, field_column, type"
+        ):
             variant = Variant(str(column), FieldType.from_json(str(kind))) if kind else None
             self.schema.add(str(name), tuple(json.loads(str(path))), variant)
         known = max(self._field_sets, default=0)
@@ -134,7 +140,9 @@ class Books:
                 view.available |= self._ready(partition, view.fields, members, task)
 
     def _read_late(self, tx: sqlite3.Connection) -> None:
-        for seq, field_set, first_row, count in self._news(tx, "late", "field_set, first_row, count"):
+        for seq, field_set, first_row, count in self._news(
+            tx, "late", "field_set, first_row, count"
+        ):
             self.late_seen.append((seq, self._field_sets[field_set], first_row, count))
 
     def _read_cleared(self, tx: sqlite3.Connection) -> None:
@@ -177,6 +185,11 @@ class Books:
 
     # Answering
 
+    def is_sealed(self, partition: str) -> bool:
+        """Whether no more samples will come to the partition."""
+        known = self.partitions.get(partition)
+        return self.sealed is not None or (known is not None and known.sealed is not None)
+
     def view(self, task: str, partition: str, fields: frozenset[str]) -> View:
         """What the task may take: all named fields arrived, not taken, not cleared."""
         key = (task, partition, fields)
@@ -185,7 +198,9 @@ class Books:
             where = self.partitions.get(partition)
             ready = BitMap64()
             if where is not None:
-                ready |= self._ready(where, fields, where.arrived, self.tasks.get((task, partition)))
+                ready |= self._ready(
+                    where, fields, where.arrived, self.tasks.get((task, partition))
+                )
             view = self._views[key] = View(task, partition, fields, ready)
             if len(self._views) > VIEWS_KEPT:
                 self._views.popitem(last=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,6 +36,13 @@ class Chunk:
 
     def __len__(self) -> int:
         return len(self.rows) if self.batch is None else self.batch.length
+
+    @property
+    def nbytes(self) -> int:
+        """What its tensors hold in memory."""
+        if self.batch is not None:
+            return self.batch.nbytes
+        return sum(getattr(value, "nbytes", 0) for row in self.rows for value in row.values())
 
     @property
     def indexes(self) -> range:
@@ -80,8 +88,10 @@ class Buffer:
         """Chunks whose flush failed wait again, as they are, before those that came since."""
         for chunk in chunks:
             chunk.growing = False
+            self.samples += len(chunk)
+            self.nbytes += chunk.nbytes
         self.chunks[:0] = chunks
-        self.samples += sum(map(len, chunks))
+        self.oldest = time.monotonic()
 
     def holds(self, partition: str) -> bool:
         return any(chunk.partition == partition for chunk in self.chunks)
@@ -110,7 +120,9 @@ def compose(chunks: Sequence[Chunk], schema: Schema) -> Composed:
         _note_arrivals(arrivals, group, names)
         pieces.append(_piece(group, columns, schema))
     return Composed(
-        table=pieces[0] if len(pieces) == 1 else pa.concat_tables(pieces, promote_options="default"),
+        table=pieces[0]
+        if len(pieces) == 1
+        else pa.concat_tables(pieces, promote_options="default"),
         runs=_runs(chunks),
         arrivals=arrivals,
         keys=[(c.partition, key, index, tag) for c in chunks for key, index, tag in c.keys],
@@ -175,7 +187,7 @@ def field_patterns(
     patterns, which = np.unique(masks, axis=1, return_inverse=True)
     found: list[tuple[Names, NDArray[np.intp] | None]] = []
     for number in range(patterns.shape[1]):
-        here = [name for (name, _), has in zip(somewhere, patterns[:, number]) if has]
+        here = [name for (name, _), has in zip(somewhere, patterns[:, number], strict=True) if has]
         positions = np.flatnonzero(which.reshape(-1) == number)
         found.append((tuple(sorted(everywhere + here)), positions))
     return found

@@ -217,7 +217,8 @@ class Claims:
         self, tx: sqlite3.Connection, task: int, order: Order, k: int
     ) -> Assignment | None:
         found = tx.execute(
-            "SELECT sizes, padding, first, count, members FROM assignments WHERE task = ? AND k = ?",
+            "SELECT sizes, padding, first, count, members FROM assignments"
+            " WHERE task = ? AND k = ?",
             (task, k),
         ).fetchone()
         if found is None:
@@ -235,12 +236,10 @@ class Claims:
     def _decide(
         self, tx: sqlite3.Connection, task: int, order: Order, k: int, left: BitMap64
     ) -> Assignment | type[End] | None:
-        partition = self.books.partitions.get(order.partition)
-        sealed = partition is not None and partition.sealed is not None
         chosen = self._choose(order, k, left, order.size)
         sizes, padding = [order.batch_size] * order.dp_size, [0] * order.dp_size
         if len(chosen) < order.size:
-            if not sealed:
+            if not self.books.is_sealed(order.partition):
                 return None
             if order.last == "drop":
                 return End
@@ -297,9 +296,7 @@ class Claims:
         with self.ledger.transaction() as tx:
             self.books.refresh(tx)
             number = self.books.task_id(tx, task, partition)
-            tx.execute(
-                "UPDATE tasks SET cursor = ? WHERE id = ? AND cursor < ?", (k, number, k)
-            )
+            tx.execute("UPDATE tasks SET cursor = ? WHERE id = ? AND cursor < ?", (k, number, k))
 
     def assigned(self, task: str, partition: str) -> list[tuple[int, list[int]]]:
         """All assignments (k, indexes without padding) of a task, in the order of k."""
@@ -316,7 +313,9 @@ class Claims:
         found = []
         for k, sizes, padding, *packed in rows:
             cut = _cut(k, unpack_list(*packed), json.loads(sizes), json.loads(padding))
-            own = [part[: len(part) - pad] for part, pad in zip(cut.slices, cut.padding)]
+            own = [
+                part[: len(part) - pad] for part, pad in zip(cut.slices, cut.padding, strict=True)
+            ]
             found.append((k, [index for part in own for index in part]))
         return found
 

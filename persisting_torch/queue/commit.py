@@ -71,8 +71,11 @@ class Committer:
         with self.ledger.transaction() as tx:
             self.books.refresh(tx)
             note["arrivals"] = [
-                (self.books.partition_id(tx, partition), self.books.field_set_id(tx, names))
-                + _as_text(pack_set(members))
+                (
+                    self.books.partition_id(tx, partition),
+                    self.books.field_set_id(tx, names),
+                    *_as_text(pack_set(members)),
+                )
                 for (partition, names), members in came.items()
             ]
             note["keys"] = [
@@ -173,8 +176,7 @@ def _enter_arrival(
             count += already
             tx.execute("DELETE FROM arrivals WHERE seq = ?", (seq,))
     tx.execute(
-        "INSERT INTO arrivals (partition, field_set, first, count, members)"
-        " VALUES (?, ?, ?, ?, ?)",
+        "INSERT INTO arrivals (partition, field_set, first, count, members) VALUES (?, ?, ?, ?, ?)",
         (partition, field_set, first, count, members),
     )
 

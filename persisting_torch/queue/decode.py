@@ -185,10 +185,10 @@ class _Column:
 
     def _ints_fit(self, dtype: torch.dtype) -> bool:
         """Whether the Python ints here keep their values in the dtype of the field's tensors."""
-        if dtype.is_floating_point or dtype.is_complex:
+        numbers = [elements(a.drop_null()) for v, a in self.parts if v.type.kind == "int"]
+        if not numbers or dtype.is_floating_point or dtype.is_complex:
             return True
         limits = torch.iinfo(dtype)
-        numbers = [elements(a.drop_null()) for v, a in self.parts if v.type.kind == "int"]
         return all(limits.min <= int(n.min()) and int(n.max()) <= limits.max for n in numbers)
 
     def _dense(self, type_: FieldType, copy: bool) -> torch.Tensor:

@@ -11,8 +11,12 @@ import numpy as np
 import pyarrow as pa
 import torch
 from numpy.typing import NDArray
-from tensordict import LazyStackedTensorDict, TensorDictBase, is_tensor_collection
-from tensordict.utils import is_non_tensor
+from tensordict import (
+    LazyStackedTensorDict,
+    TensorDictBase,
+    is_non_tensor,
+    is_tensor_collection,
+)
 
 from persisting_torch.errors import SchemaError
 from persisting_torch.queue.dtypes import NAMES, bits, storage_of

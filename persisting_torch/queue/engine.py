@@ -1,10 +1,10 @@
 """One process's engine of one bucket: the parts tied together, synchronous and thread-safe.
 
-    put   intake    values checked, copied, given an index; they wait in memory
-    flush commit    rows into Lance, bookkeeping into the ledger, in step
-    claim claims    a sampler chooses among what is ready; the ledger remembers
-    read  reads     row ids to records or TensorDicts
-    tick            what is due now and then: flush by age, lease, upkeep
+put   intake    values checked, copied, given an index; they wait in memory
+flush commit    rows into Lance, bookkeeping into the ledger, in step
+claim claims    a sampler chooses among what is ready; the ledger remembers
+read  reads     row ids to records or TensorDicts
+tick            what is due now and then: flush by age, lease, upkeep
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import lance
 import numpy as np
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 
 from persisting_torch.errors import (
     FlushFailed,
@@ -46,8 +46,8 @@ from persisting_torch.queue.reads import Reads
 from persisting_torch.queue.runs import Int64s
 from persisting_torch.queue.storage import RowStore
 from persisting_torch.queue.stored import ZeroCopyMode
-from persisting_torch.queue.tending import Tending
 from persisting_torch.queue.stream import Stream
+from persisting_torch.queue.tending import Tending
 from persisting_torch.queue.waiting import hub_of
 
 
@@ -76,7 +76,7 @@ class Engine:
         if place.writable:
             with self.commit_lock:
                 self.ledger = Ledger(place, fsync=fsync)
-            take_lease(self.ledger)
+            take_lease(self.ledger, id(self))
         else:
             self.ledger = Ledger(place)
         self.books = Books(self.ledger)
@@ -142,8 +142,8 @@ class Engine:
             await_room(self, self.capacity, partition)
         if isinstance(data, dict):
             meta = self.intake.put_record(data, partition)
-        elif isinstance(data, TensorDictBase) or _is_tensorclass(data):
-            meta = self.intake.put_tensordict(data, partition)  # type: ignore[arg-type]
+        elif is_tensor_collection(data):
+            meta = self.intake.put_tensordict(data, partition)
         elif isinstance(data, (list, tuple)):
             meta = self.intake.put_records(data, partition)
         else:
@@ -169,10 +169,10 @@ class Engine:
     ) -> BatchMeta:
         """New samples that are known by keys, on disk when this returns."""
         self.check_open(writing=True)
-        if isinstance(data, TensorDictBase) or _is_tensorclass(data):
-            meta = self.intake.put_tensordict(data, partition, keys, tags)  # type: ignore[arg-type]
+        if is_tensor_collection(data):
+            meta = self.intake.put_tensordict(data, partition, keys, tags)
         else:
-            meta = self.intake.put_records(data, partition, keys, tags)  # type: ignore[arg-type]
+            meta = self.intake.put_records(data, partition, keys, tags)
         self.flush()
         return meta
 
@@ -189,12 +189,12 @@ class Engine:
         self.check_open(writing=True)
         if isinstance(data, dict):
             data = [data]
-        if isinstance(data, TensorDictBase) or _is_tensorclass(data):
-            batch = self.intake.encode(data)  # type: ignore[arg-type]
+        if is_tensor_collection(data):
+            batch = self.intake.encode(data)
             chunk = Chunk(meta.partition_id, 0, batch=batch)
             self.intake.admit_batch(batch)
         else:
-            chunk = Chunk(meta.partition_id, 0, self.intake.snapshot(data))  # type: ignore[arg-type]
+            chunk = Chunk(meta.partition_id, 0, self.intake.snapshot(data))
             self.intake.admit_records(chunk.rows)
         indexes = meta.index_array()
         if len(chunk) != len(indexes):
@@ -218,7 +218,7 @@ class Engine:
         return self.intake.full
 
     def flush(self) -> None:
-        """All that waits, onto the disk. Raises FlushFailed, with the samples kept, if it cannot."""
+        """Write all that waits. Raises FlushFailed, with the samples kept, if it cannot."""
         self.check_open(writing=bool(self.intake.buffer.chunks))
         self._flush()
 
@@ -265,7 +265,7 @@ class Engine:
         with self.ledger.reading() as tx:
             self.books.refresh(tx)
         rows = self.books.runs.rows_of([chunk.first for chunk in chunks])
-        return [chunk for chunk, row in zip(chunks, rows) if row < 0]
+        return [chunk for chunk, row in zip(chunks, rows, strict=True) if row < 0]
 
     def _news(self) -> None:
         self.hub.notify()
@@ -282,6 +282,7 @@ class Engine:
         return Stream(self, offset)
 
     def waiting_chunks(self) -> list[Chunk]:
+        """The samples that wait in memory or are being flushed, as they are now."""
         with self.intake.lock:
             return [
                 Chunk(c.partition, c.first, list(c.rows), c.batch)
@@ -429,26 +430,28 @@ class Engine:
         self.tending.maybe_start()
 
     def seal(self, partition: str | None) -> None:
-        """No more samples will come to the partition, or with None to any that exists."""
+        """No more samples will come to the partition, or with None to the queue."""
         self.check_open(writing=True)
         self.flush()
         with self.ledger.transaction() as tx:
             self.books.refresh(tx)
-            if partition is not None:
-                self.books.partition_id(tx, check_name(partition, "partition_id"))
-            tx.execute(
-                "UPDATE partitions SET sealed = ? WHERE sealed IS NULL AND (name = ? OR ? IS NULL)",
-                (time.time(), partition, partition),
-            )
+            if partition is None:
+                tx.execute("INSERT OR IGNORE INTO meta VALUES ('sealed', ?)", (time.time(),))
+            else:
+                number = self.books.partition_id(tx, check_name(partition, "partition_id"))
+                tx.execute(
+                    "UPDATE partitions SET sealed = ? WHERE sealed IS NULL AND id = ?",
+                    (time.time(), number),
+                )
         with self.ledger.reading() as tx:
             self.books.refresh(tx)
         self._news()
 
     def is_sealed(self, partition: str) -> bool:
+        """Whether no more samples will come to the partition."""
         with self.ledger.reading() as tx:
             self.books.refresh(tx)
-            known = self.books.partitions.get(partition)
-            return known is not None and known.sealed is not None
+            return self.books.is_sealed(partition)
 
     # Global batches
 
@@ -537,7 +540,7 @@ class Engine:
         turns = [1.0]
         try:
             if self.place.writable and now >= self._lease_due:
-                take_lease(self.ledger)
+                take_lease(self.ledger, id(self))
                 self._lease_due = now + RENEW_SECONDS
             if self._producers:
                 beat(self.ledger)
@@ -547,7 +550,7 @@ class Engine:
                 if oldest is not None and now - oldest >= interval:
                     self._flush()
                 turns.append(max(0.005, min(interval / 4, 0.25)))
-        except Exception as error:  # noqa: BLE001 - it is raised by the next call of the queue
+        except Exception as error:
             if not self.closed:
                 self._error = error
                 turns.append(1.0)
@@ -566,7 +569,7 @@ class Engine:
             lifecycle.unregister(self)
             if self.place.writable:
                 self.intake.give_back()
-                end_lease(self.ledger)
+                end_lease(self.ledger, id(self))
         self.ledger.close()
         self.commit_lock.close()
         self.hub.notify()
@@ -575,7 +578,3 @@ class Engine:
 def _check_batch_size(batch_size: int) -> None:
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}.")
-
-
-def _is_tensorclass(data: object) -> bool:
-    return hasattr(type(data), "_tensorclass") or hasattr(data, "_tensordict")

@@ -8,7 +8,7 @@ import lance
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-from lance.fragment import FragmentMetadata, RowIdSequence
+from lance.fragment import FragmentMetadata, LanceFragment, RowIdSequence
 
 Int64s = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -26,6 +26,7 @@ class Positions:
 
     @staticmethod
     def of(metadata: FragmentMetadata) -> Positions:
+        assert metadata.row_id_meta is not None, "the dataset was made without stable row ids"
         sequence = RowIdSequence.from_inline_metadata(metadata.row_id_meta)
         ids = sequence.to_pyarrow().to_numpy().astype(np.int64)
         offsets = None
@@ -88,7 +89,7 @@ class FragmentTable:
         self.field_ids = {field.name(): field.id() for field in dataset.lance_schema.fields()}
         known = {} if before is None else before.positions
         self.positions: dict[int, Positions] = {
-            i: known.get(i) or Positions.of(dataset.get_fragment(i).metadata)
+            i: known.get(i) or Positions.of(LanceFragment(dataset, i).metadata)
             for i in dataset.fragment_ids()
         }
         self.ids = sorted(self.positions, key=lambda i: self.positions[i].first)
@@ -106,7 +107,8 @@ class FragmentTable:
         """The fragment at a place in the order of row ids."""
         fragment = self._fragments.get(slot)
         if fragment is None:
-            handle, positions = self.dataset.get_fragment(self.ids[slot]), self._positions(slot)
+            handle = LanceFragment(self.dataset, self.ids[slot])
+            positions = self._positions(slot)
             metadata, live = handle.metadata, None
             if metadata.deletion_file is not None:
                 left = handle.scanner(columns=[], with_row_id=True).to_table()["_rowid"]
@@ -138,6 +140,28 @@ class FragmentTable:
                 offsets[here], found = self._positions(slot).find(rows[here])
                 slots[here[~found]] = -1
         return slots, offsets
+
+    def runs(self, rows: Int64s) -> list[tuple[int, int, int]] | None:
+        """(slot, offset, count) of consecutive row ids that lie on disk as they are asked for.
+
+        None where they are not consecutive, or some are deleted or not in the table.
+        """
+        first, last = int(rows[0]), int(rows[-1])
+        if last - first != len(rows) - 1 or self._overlapping or not (np.diff(rows) == 1).all():
+            return None
+        runs = []
+        slot = int(np.searchsorted(self.firsts, first, side="right")) - 1
+        while first <= last:
+            if not 0 <= slot < len(self):
+                return None
+            positions = self._positions(slot)
+            stop = min(last, positions.last)
+            inside = positions.first <= first <= stop
+            if not inside or positions.ids is not None or self.fragment(slot).live is not None:
+                return None
+            runs.append((slot, first - positions.first, stop - first + 1))
+            first, slot = stop + 1, slot + 1
+        return runs
 
     def missing(self, rows: Int64s) -> Int64s:
         """Those of the row ids that this version does not hold, deleted ones included."""

@@ -25,6 +25,7 @@ from persisting_torch.queue.fields import FieldType, Schema
 from persisting_torch.queue.ledger import Ledger
 from persisting_torch.queue.meta import BatchMeta
 from persisting_torch.queue.names import check_name
+from persisting_torch.queue.stored import ZeroCopyMode
 
 FEWEST_RESERVED = 64
 MOST_RESERVED = 4096
@@ -43,7 +44,7 @@ class Intake:
         *,
         batch_size: int,
         allow_pickle: bool,
-        zerocopy_mode: str,
+        zerocopy_mode: ZeroCopyMode,
     ) -> None:
         self.ledger = ledger
         self.books = books
@@ -58,9 +59,7 @@ class Intake:
     @property
     def full(self) -> bool:
         """Whether the waiting samples want to be flushed."""
-        return (
-            self.buffer.samples >= self.batch_size or self.buffer.nbytes >= MOST_WAITING_BYTES
-        )
+        return self.buffer.samples >= self.batch_size or self.buffer.nbytes >= MOST_WAITING_BYTES
 
     # Putting
 
@@ -83,7 +82,10 @@ class Intake:
             return BatchMeta(range(first, first + 1), partition, tuple(row))
 
     def put_records(
-        self, records: Sequence[dict[str, Any]], partition: str, keys: Sequence[str] | None = None,
+        self,
+        records: Sequence[dict[str, Any]],
+        partition: str,
+        keys: Sequence[str] | None = None,
         tags: Sequence[str | None] | None = None,
     ) -> BatchMeta:
         """Many samples with consecutive indexes, all or none of them."""
@@ -115,8 +117,9 @@ class Intake:
             self.admit_batch(batch)
             first = self._indexes(batch.length)
             self._add(Chunk(partition, first, batch=batch, growing=False), keys, tags)
-            names = dict.fromkeys(name for name, *_ in (*batch.columns, *batch.empty))
-            return BatchMeta(range(first, first + batch.length), partition, tuple(names))
+            names = [column[0] for column in batch.columns] + [name for name, _ in batch.empty]
+            unique = tuple(dict.fromkeys(names))
+            return BatchMeta(range(first, first + batch.length), partition, unique)
 
     def snapshot(self, records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         """Records with their values checked and copied."""
@@ -160,10 +163,9 @@ class Intake:
             return
         if keys is not None:
             chunk.growing = False
-            chunk.keys = list(zip(keys, chunk.indexes, tags or [None] * len(keys)))
+            chunk.keys = list(zip(keys, chunk.indexes, tags or [None] * len(keys), strict=True))
         self.buffer.add(chunk)
-        if chunk.batch is not None:
-            self.buffer.nbytes += chunk.batch.nbytes
+        self.buffer.nbytes += chunk.nbytes
         self._note_age()
 
     def _note_age(self) -> None:
@@ -171,10 +173,9 @@ class Intake:
             self.buffer.oldest = time.monotonic()
 
     def _check_partition(self, partition: str) -> None:
-        known = self.books.partitions.get(partition)
-        if known is None:
+        if partition not in self.books.partitions:
             check_name(partition, "partition_id")
-        elif known.sealed is not None:
+        if self.books.is_sealed(partition):
             raise QueueSealed(
                 f"{self.books.schema.queue}/{partition} was sealed: no more samples can be put."
                 " Put into another partition or queue."
@@ -262,7 +263,9 @@ class Intake:
 
 
 def _is_new(schema: Schema, name: str, path: tuple[str, ...], kind: FieldType | None) -> bool:
-    return schema.admit(name, path, kind) is None and (kind is not None or name not in schema.fields)
+    return schema.admit(name, path, kind) is None and (
+        kind is not None or name not in schema.fields
+    )
 
 
 def own_chunks(chunks: Iterable[Chunk]) -> None:
@@ -270,5 +273,3 @@ def own_chunks(chunks: Iterable[Chunk]) -> None:
     for chunk in chunks:
         if chunk.batch is not None:
             chunk.batch = detach(chunk.batch)
-
-

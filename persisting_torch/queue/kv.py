@@ -119,9 +119,7 @@ class KVInterface:
                 _pick(data, old), meta, [(keys[at], known[keys[at]], texts[at]) for at in old]
             )
 
-    def _get(
-        self, keys: list[str], partition: str, fields: Sequence[str] | None
-    ) -> TensorDict:
+    def _get(self, keys: list[str], partition: str, fields: Sequence[str] | None) -> TensorDict:
         known = self._find(keys, partition)
         _refuse_unknown(keys, known, self.queue.name, partition)
         return self._engine.read_batch(partition, [known[key] for key in keys], fields)

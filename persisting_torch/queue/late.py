@@ -20,7 +20,7 @@ from persisting_torch.queue.storage import RowStore
 
 @dataclass
 class LateBatch:
-    """What one put of late fields writes: a table, and (names, indexes) in the order of its rows."""
+    """One put of late fields: a table, and (names, indexes) in the order of its rows."""
 
     table: pa.Table
     arrivals: list[tuple[Names, Int64s]]
@@ -69,9 +69,7 @@ class LateFields:
         )
         return LateBatch(
             table=table.take(pa.array(np.concatenate(order))) if order else table,
-            arrivals=[
-                (fields, indexes if at is None else indexes[at]) for fields, at in patterns
-            ],
+            arrivals=[(fields, indexes if at is None else indexes[at]) for fields, at in patterns],
         )
 
     def overlay(

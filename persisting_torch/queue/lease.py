@@ -31,8 +31,8 @@ def boot() -> str:
     return boot_id.read_text().strip() if boot_id.exists() else ""
 
 
-def take_lease(ledger: Ledger) -> None:
-    """Say that this process has the queue open, for LEASE_SECONDS; renewed by calling again.
+def take_lease(ledger: Ledger, handle: int) -> None:
+    """Say that a handle of this process has the queue open, for LEASE_SECONDS; renewed by calling again.
 
     Raises BucketUnavailable naming the host that holds the queue, if it is another one.
     """
@@ -44,17 +44,17 @@ def take_lease(ledger: Ledger) -> None:
             (now, host(), boot()),
         )
         tx.execute(
-            "INSERT OR REPLACE INTO leases VALUES (?, ?, ?, ?, ?)",
-            (host(), boot(), os.getpid(), socket.gethostname(), now + LEASE_SECONDS),
+            "INSERT OR REPLACE INTO leases VALUES (?, ?, ?, ?, ?, ?)",
+            (host(), boot(), os.getpid(), handle, socket.gethostname(), now + LEASE_SECONDS),
         )
 
 
-def end_lease(ledger: Ledger) -> None:
-    """Say that this process has closed the queue."""
+def end_lease(ledger: Ledger, handle: int) -> None:
+    """Say that the handle was closed."""
     with ledger.transaction() as tx:
         tx.execute(
-            "DELETE FROM leases WHERE host = ? AND boot = ? AND pid = ?",
-            (host(), boot(), os.getpid()),
+            "DELETE FROM leases WHERE host = ? AND boot = ? AND pid = ? AND handle = ?",
+            (host(), boot(), os.getpid(), handle),
         )
 
 

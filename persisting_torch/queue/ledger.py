@@ -64,8 +64,9 @@ CREATE TABLE keys (
     PRIMARY KEY (partition, key)) WITHOUT ROWID;
 CREATE INDEX keys_of_sample ON keys (sample);
 CREATE TABLE leases (
-    host TEXT NOT NULL, boot TEXT NOT NULL, pid INTEGER NOT NULL,
-    name TEXT NOT NULL, expires REAL NOT NULL, PRIMARY KEY (host, boot, pid)) WITHOUT ROWID;
+    host TEXT NOT NULL, boot TEXT NOT NULL, pid INTEGER NOT NULL, handle INTEGER NOT NULL,
+    name TEXT NOT NULL, expires REAL NOT NULL,
+    PRIMARY KEY (host, boot, pid, handle)) WITHOUT ROWID;
 CREATE TABLE producers (
     name TEXT PRIMARY KEY, host TEXT NOT NULL, pid INTEGER NOT NULL, started REAL NOT NULL,
     born TEXT NOT NULL, beat REAL NOT NULL, state TEXT NOT NULL, cause TEXT) WITHOUT ROWID;

@@ -94,9 +94,9 @@ def _each(engines: list[Open], action: Callable[[Open], None]) -> None:
             action(engine)
         except Exception as error:
             errors.append(error)
+    for further in errors[1:]:
+        print(f"persisting_torch: {further}", file=sys.stderr)
     if errors:
-        for error in errors[1:]:
-            print(f"persisting_torch: {error}", file=sys.stderr)
         raise errors[0]
 
 

@@ -23,7 +23,7 @@ def check_name(name: object, what: str) -> str:
             f"{what} has {len(name)} characters, more than {MAX_NAME_CHARACTERS}: {name[:40]!r}..."
             " Choose a shorter one."
         )
-    if "\x00" in name or not name.isascii() and name != name.encode("utf-8", "replace").decode():
+    if "\x00" in name or (not name.isascii() and name != name.encode("utf-8", "replace").decode()):
         raise SchemaError(
             f"{what} {name!r} holds a character that is not valid Unicode text or is NUL."
             " Remove it."
@@ -60,7 +60,7 @@ def column_name(field: str, variant: int) -> str:
     Ordinary names stand as they are. Dots, backticks, percent signs, a leading underscore (Lance's
     and our own reserved names) and "@" (which numbers the variants) are percent-encoded.
     """
-    encoded = "".join(f"%{ord(c):02X}" if c in ".`%@\"\\" or ord(c) < 32 else c for c in field)
+    encoded = "".join(f"%{ord(c):02X}" if c in '.`%@"\\' or ord(c) < 32 else c for c in field)
     if encoded.startswith("_"):
         encoded = "%5F" + encoded[1:]
     return encoded if variant == 0 else f"{encoded}@{variant}"

@@ -103,7 +103,7 @@ def find_queues(storage_path: str | os.PathLike[str]) -> list[str]:
 
 
 def file_system(path: str) -> str:
-    """The type of the file system that holds `path`, as Linux names it ("" where it cannot tell)."""
+    """The type of the file system that holds `path`, as Linux names it; "" if unknown."""
     mounts = Path("/proc/self/mountinfo")
     if not mounts.exists():
         return ""

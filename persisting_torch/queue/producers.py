@@ -51,7 +51,9 @@ def beat(ledger: Ledger) -> None:
 def check_producers(ledger: Ledger) -> None:
     """Raise ProducerFailed if a producer failed or died and none is left that could still put."""
     with ledger.reading() as tx:
-        rows = tx.execute("SELECT name, host, pid, born, beat, state, cause FROM producers").fetchall()
+        rows = tx.execute(
+            "SELECT name, host, pid, born, beat, state, cause FROM producers"
+        ).fetchall()
     failures = []
     for name, where, pid, born, last, state, cause in rows:
         if state == "failed":
@@ -59,7 +61,9 @@ def check_producers(ledger: Ledger) -> None:
         elif state == "alive":
             if _is_alive(where, pid, born, last):
                 return
-            failures.append(f"{name} (process {pid}) died {time.time() - last:.0f} s after its last beat")
+            failures.append(
+                f"{name} (process {pid}) died {time.time() - last:.0f} s after its last beat"
+            )
     if failures:
         raise ProducerFailed(
             f"no producer of queue {ledger.place.queue!r} is left: {'; '.join(failures)}."

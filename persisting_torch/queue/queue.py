@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from tensordict import TensorDict, TensorDictBase
 
 from persisting_torch.queue.engine import Engine
-from persisting_torch.queue.report import stats
 from persisting_torch.queue.meta import BatchMeta
 from persisting_torch.queue.place import open_place
+from persisting_torch.queue.report import stats
 
 if TYPE_CHECKING:
     import lance
@@ -81,13 +81,20 @@ class Queue:
         storage_options: dict[str, str] | None = None,
     ) -> None:
         _check_options(
-            name, batch_size, auto_flush_interval_sec, zerocopy_mode, durability, capacity,
+            name,
+            batch_size,
+            auto_flush_interval_sec,
+            zerocopy_mode,
+            durability,
+            capacity,
             storage_options,
         )
         self.name = name
         self.storage_path = os.fspath(storage_path)
         self.num_buckets = num_buckets
         self.bucket_column = bucket_column
+        self.allow_pickle = allow_pickle
+        self.zerocopy_mode = zerocopy_mode
         self.engine = Engine(
             open_place(name, storage_path),
             batch_size=batch_size,
@@ -229,7 +236,7 @@ class Queue:
         await _in_thread(self.engine.clear, partition_id, global_indexes)
 
     async def seal(self, partition_id: str | None = None) -> None:
-        """Say that no more samples will come to a partition (None: to any that exists now)."""
+        """Say that no more samples will come to a partition (None: to the whole queue)."""
         await _in_thread(self.engine.seal, partition_id)
 
     # The rest

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-
 if TYPE_CHECKING:
     from persisting_torch.queue.queue import Queue
 
@@ -23,7 +22,9 @@ class QueueReader:
     0 of 1. Reading marks nothing.
     """
 
-    def __init__(self, queue: Queue, rank: int | None = None, world_size: int | None = None) -> None:
+    def __init__(
+        self, queue: Queue, rank: int | None = None, world_size: int | None = None
+    ) -> None:
         self.queue = queue
         self.rank, self.world_size = _place(rank, world_size)
         self._stream = queue.engine.stream()
@@ -89,7 +90,9 @@ def _place(rank: int | None, world_size: int | None) -> tuple[int, int]:
         rank = found[0] if rank is None else rank
         world_size = found[1] if world_size is None else world_size
     if not 0 <= rank < world_size:
-        raise ValueError(f"rank {rank} is not in a world of {world_size}: it must be 0 to world_size - 1.")
+        raise ValueError(
+            f"rank {rank} is not in a world of {world_size}: it must be 0 to world_size - 1."
+        )
     return rank, world_size
 
 

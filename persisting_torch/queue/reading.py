@@ -23,11 +23,11 @@ from persisting_torch.queue.fragments import FragmentTable, Int64s
 
 BLOCK_BYTES = 8 << 20
 BLOCK_ROWS_MAX = 65_536
+LONG_RUN_BYTES = BLOCK_BYTES // 2  # read as they are, in one chunk
 CACHE_BYTES = 64 << 20
 OPEN_FILES = 32
 DENSE_SHARE = 8  # a block is read for the sake of an eighth of its rows
 FRAGMENTS_PER_REQUEST = 16  # in requests served by blocks
-RUNS_READ_SINGLY = 4
 ROWS_PER_SLICE = 16  # shorter runs are copied together instead of handed out as chunks
 HISTORY = 8  # requests remembered, to tell a stream from random access
 
@@ -71,12 +71,15 @@ class Part:
     slot: int
     number: int  # of the block in its fragment
     key: BlockKey
-    where: Int64s  # positions in the request
-    at: Int64s  # positions in the block
+    count: int
+    at: Int64s | slice  # positions in the block
+    where: Int64s | None = None  # positions in the request; None in a run of consecutive rows
 
     def runs(self) -> list[tuple[int, int]]:
         """Stretches [start, stop) of consecutive positions in the block, in request order."""
-        edges = [0, *(np.flatnonzero(np.diff(self.at) != 1) + 1).tolist(), len(self.at)]
+        if isinstance(self.at, slice):
+            return [(self.at.start, self.at.stop)]
+        edges = [0, *(np.flatnonzero(np.diff(self.at) != 1) + 1).tolist(), self.count]
         return [(int(self.at[a]), int(self.at[b - 1]) + 1) for a, b in pairwise(edges)]
 
 
@@ -128,8 +131,19 @@ class Layout:
             return (slot, 0) if slot < len(self.table) else None
         return slot, number
 
+    def parts_of_run(self, slot: int, offset: int, count: int) -> list[Part]:
+        """Consecutive rows of one fragment, by blocks."""
+        rows, parts, stop = self.cut(slot)[0], [], offset + count
+        while offset < stop:
+            key = self.key(slot, offset // rows)
+            start = offset - key.start
+            part = min(stop - offset, key.rows - start)
+            parts.append(Part(slot, offset // rows, key, part, slice(start, start + part)))
+            offset += part
+        return parts
+
     def parts(self, slots: Int64s, offsets: Int64s, touched: list[int]) -> list[Part]:
-        """The request by blocks, in the order of row ids."""
+        """Any rows by blocks, in the order of row ids."""
         rows = np.ones(touched[-1] + 1, dtype=np.int64)
         rows[touched] = [self.cut(slot)[0] for slot in touched]
         numbers = offsets // rows[slots]
@@ -139,7 +153,7 @@ class Layout:
         for where in np.split(order, np.flatnonzero(np.diff(codes[order])) + 1):
             slot, number = int(slots[where[0]]), int(numbers[where[0]])
             key = self.key(slot, number)
-            parts.append(Part(slot, number, key, where, offsets[where] - key.start))
+            parts.append(Part(slot, number, key, len(where), offsets[where] - key.start, where))
         return parts
 
     def _last(self, slot: int) -> int:
@@ -164,18 +178,27 @@ class Reader:
         layout = self._layout(table, tuple(columns))
         if not len(rows):
             return layout.schema.empty_table()
+        runs = table.runs(rows)
+        if runs is not None:
+            if not layout.columns:
+                return _without_columns(len(rows))
+            return self._read_runs(layout, runs)
         slots, offsets = table.locate(rows)
         if slots.min() < 0:
             raise UnknownRows(table, rows)
         touched = np.unique(slots).tolist()
         if len(touched) <= FRAGMENTS_PER_REQUEST or not layout.columns:
-            for slot in touched:
-                live = table.fragment(slot).live
-                if live is not None and not live[offsets[slots == slot]].all():
-                    raise UnknownRows(table, rows)
-            near = self._read_near(layout, slots, offsets, touched)
-            if near is not None:
-                return near
+            if any(
+                live is not None and not live[offsets[slots == slot]].all()
+                for slot in touched
+                if (live := table.fragment(slot).live) is not None
+            ):
+                raise UnknownRows(table, rows)
+            if not layout.columns:
+                return _without_columns(len(rows))
+            parts = layout.parts(slots, offsets, touched)
+            if self._blocks_pay(layout, parts):
+                return self._from_blocks(layout, parts)
         found = table.dataset._take_rows(pa.array(rows, pa.uint64()), columns=list(layout.columns))
         if found.num_rows != len(rows):
             raise UnknownRows(table, rows)
@@ -187,28 +210,15 @@ class Reader:
             layout = self._layouts[columns] = Layout(table, columns)
         return layout
 
-    def _read_near(
-        self, layout: Layout, slots: Int64s, offsets: Int64s, touched: list[int]
-    ) -> pa.Table | None:
-        """The rows, where reading more than them at once pays; None where they are scattered."""
-        if not layout.columns:
-            return pa.table({"": pa.nulls(len(slots))}).select([])
-        edges = [0, *_jumps(slots, offsets), len(slots)]
-        few_runs = len(edges) - 1 <= RUNS_READ_SINGLY
-        rows, size = layout.cut(touched[0])
-        if few_runs and len(slots) * size >= rows * BLOCK_BYTES // 2:
-            return self._read_runs(layout, slots, offsets, edges)
-        parts = layout.parts(slots, offsets, touched)
-        if self._blocks_pay(layout, parts):
-            return self._from_blocks(layout, parts)
-        return self._read_runs(layout, slots, offsets, edges) if few_runs else None
-
-    def _read_runs(
-        self, layout: Layout, slots: Int64s, offsets: Int64s, edges: list[int]
-    ) -> pa.Table:
-        return pa.concat_tables(
-            self._load(layout, int(slots[a]), int(offsets[a]), b - a) for a, b in pairwise(edges)
-        )
+    def _read_runs(self, layout: Layout, runs: list[tuple[int, int, int]]) -> pa.Table:
+        """Runs of consecutive rows: from blocks, or just as they are."""
+        rows, size = layout.cut(runs[0][0])
+        if sum(count for _, _, count in runs) * size < rows * LONG_RUN_BYTES:
+            parts = [part for run in runs for part in layout.parts_of_run(*run)]
+            if self._blocks_pay(layout, parts):
+                return self._slices(layout, parts, [part.runs() for part in parts])
+        tables = [self._load(layout, *run) for run in runs]
+        return tables[0] if len(tables) == 1 else pa.concat_tables(tables)
 
     def _blocks_pay(self, layout: Layout, parts: list[Part]) -> bool:
         """Whether each block is at hand, or densely asked for, or part of a stream.
@@ -224,7 +234,7 @@ class Reader:
             streaming = sum((seen | asked).values()) <= CACHE_BYTES // 2
             at_hand = {part.key for part in parts if self._is_at_hand(part)}
         for part in parts:
-            if part.key in at_hand or len(part.where) * DENSE_SHARE >= part.key.rows:
+            if part.key in at_hand or part.count * DENSE_SHARE >= part.key.rows:
                 continue
             if not streaming:
                 return False
@@ -240,15 +250,16 @@ class Reader:
         return not future.done() or bool(future.result().fresh[part.at].all())
 
     def _from_blocks(self, layout: Layout, parts: list[Part]) -> pa.Table:
+        """Rows in any order: slices where they rise in long runs, else copied together."""
         where = np.concatenate([part.where for part in parts])
-        rises = all((np.diff(part.at) > 0).all() for part in parts)
-        if rises and (np.diff(where) == 1).all():
+        in_order = bool((np.diff(where) == 1).all())
+        if in_order and all((np.diff(part.at) > 0).all() for part in parts):
             runs = [part.runs() for part in parts]
-            if sum(map(len, runs)) <= max(len(parts), len(where) // ROWS_PER_SLICE):
+            if sum(map(len, runs)) <= len(where) // ROWS_PER_SLICE:
                 return self._slices(layout, parts, runs)
         copies = [self._fresh(layout, part).table.take(pa.array(part.at)) for part in parts]
         copied = copies[0] if len(copies) == 1 else pa.concat_tables(copies).combine_chunks()
-        if (np.diff(where) == 1).all():
+        if in_order:
             return copied
         back = np.empty_like(where)
         back[where] = np.arange(len(where))
@@ -324,21 +335,29 @@ class Reader:
             self._sizes.pop(key, None)
 
     def _look_ahead(self, layout: Layout, part: Part) -> None:
-        """Begin to read the block after this one, if a stream leads there."""
-        after = layout.next_to(part.slot, part.number, 1)
-        if after is None:
-            return
-        key, before = layout.key(*after), layout.next_to(part.slot, part.number, -1)
+        """Begin to read what comes after this block, if a stream leads there."""
+        before = layout.next_to(part.slot, part.number, -1)
         sources = {part.key} if before is None else {part.key, layout.key(*before)}
         with self._lock:
-            earlier = list(self._history)[:-1]
-            if key in self._blocks or not any(sources & request.keys() for request in earlier):
+            if not any(sources & request.keys() for request in list(self._history)[:-1]):
+                return
+        ahead, place = 0, layout.next_to(part.slot, part.number, 1)
+        while place is not None and ahead < BLOCK_BYTES:
+            ahead += layout.cut(place[0])[1]
+            self._fetch(layout, *place)
+            place = layout.next_to(*place, 1)
+
+    def _fetch(self, layout: Layout, slot: int, number: int) -> None:
+        """Read a block in the background, unless it is here."""
+        key = layout.key(slot, number)
+        with self._lock:
+            if key in self._blocks:
                 return
             future = self._blocks[key] = Future()
             if self._ahead is None:
-                self._ahead = ThreadPoolExecutor(1, thread_name_prefix="persisting_torch-read")
+                self._ahead = ThreadPoolExecutor(2, thread_name_prefix="persisting_torch-read")
             try:
-                self._ahead.submit(self._fill, layout, after[0], key, future)
+                self._ahead.submit(self._fill, layout, slot, key, future)
             except RuntimeError:  # the interpreter is shutting down
                 self._forget(key, future)
 
@@ -370,10 +389,8 @@ class Reader:
         return table
 
 
-def _jumps(slots: Int64s, offsets: Int64s) -> list[int]:
-    """Where in the request a row does not follow the one before it on disk."""
-    jumps = (np.diff(slots) != 0) | (np.diff(offsets) != 1)
-    return (np.flatnonzero(jumps) + 1).tolist()  # type: ignore[no-any-return]
+def _without_columns(rows: int) -> pa.Table:
+    return pa.table({"": pa.nulls(rows)}).select([])
 
 
 def _fixed_width(type: pa.DataType) -> int | None:

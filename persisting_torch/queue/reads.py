@@ -56,7 +56,7 @@ class Reads:
     # In order
 
     def records(self, limit: int, offset: int, waiting: Sequence[Chunk]) -> list[dict[str, Any]]:
-        """Up to `limit` records after the first `offset`: rows in commit order, then waiting ones."""
+        """Up to `limit` records after the first `offset`: rows as committed, then waiting ones."""
         with self.ledger.lock:
             self._follow()
             cleared = self._cleared_rows()
@@ -134,7 +134,7 @@ class Reads:
 
     def _not_committed(self, waiting: Sequence[Chunk]) -> list[Chunk]:
         rows = self.books.runs.rows_of([chunk.first for chunk in waiting])
-        return [chunk for chunk, row in zip(waiting, rows) if row < 0]
+        return [chunk for chunk, row in zip(waiting, rows, strict=True) if row < 0]
 
     def _waiting_records(
         self, waiting: Sequence[Chunk], skip: int, limit: int

@@ -34,7 +34,7 @@ def stats(engine: Engine) -> dict[str, Any]:
             "last_put": last[0] if last else None,
             "fields": {name: str(field) for name, field in books.schema.fields.items()},
             "partitions": {
-                name: {"samples": len(partition.present), "sealed": partition.sealed is not None}
+                name: {"samples": len(partition.present), "sealed": books.is_sealed(name)}
                 for name, partition in sorted(books.partitions.items())
             },
             "tasks": _tasks(engine),

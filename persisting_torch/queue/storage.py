@@ -8,23 +8,25 @@ none. A handle of a version never changes: refresh puts a newer one in its place
 from __future__ import annotations
 
 import copy
+import math
 import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Final
 
 import lance
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 from lance import LanceOperation
-from lance.fragment import FragmentMetadata, write_fragments
+from lance.fragment import FragmentMetadata, LanceFragment, write_fragments
 
 from persisting_torch.queue.fragments import FragmentTable
 from persisting_torch.queue.reading import Reader
 
-FILE_FORMAT = "2.0"  # scans uncompressed tensors faster than later ones
+FILE_FORMAT: Final = "2.0"  # scans uncompressed tensors faster than later ones
 FRAGMENT_BYTES = 8 << 20
 READ_ATTEMPTS = 3
 NEXT_ROW_ID = 14  # field number in the manifest's protobuf message
@@ -140,7 +142,7 @@ class RowStore:
         removed: list[int] = []
         for slot in np.unique(slots[slots >= 0]).tolist():
             doomed = ids[slots == slot]
-            handle = table.dataset.get_fragment(table.ids[slot])
+            handle = LanceFragment(table.dataset, table.ids[slot])
             whole = len(doomed) == table.fragment(slot).positions.count
             left = None if whole else handle.delete(_predicate(doomed))
             if left is None:
@@ -267,15 +269,15 @@ def data_files(fragments: Sequence[FragmentMetadata]) -> list[str]:
 
 
 def _newest(dataset: lance.LanceDataset) -> lance.LanceDataset:
-    # A handle that other threads read through must not be moved.
-    dataset = copy.copy(dataset)
-    dataset.checkout_latest()
-    return dataset
+    # Lance cannot move a handle that other threads are reading through, so a copy is moved.
+    newest: lance.LanceDataset = copy.copy(dataset)
+    newest.checkout_latest()
+    return newest
 
 
 def _rows_per_file(table: pa.Table) -> int:
     files = max(1, round(table.nbytes / FRAGMENT_BYTES))
-    return -(-int(table.num_rows) // files)
+    return math.ceil(int(table.num_rows) / files)
 
 
 def _without_empty_columns(table: pa.Table) -> pa.Table:

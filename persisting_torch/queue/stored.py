@@ -9,7 +9,7 @@ from typing import Any, Literal, NoReturn, TypeAlias
 
 import numpy as np
 import torch
-from tensordict.utils import LinkedList
+from tensordict import utils as tensordict_utils
 
 from persisting_torch.errors import SchemaError
 from persisting_torch.queue.dtypes import NAMES, STORAGE
@@ -22,6 +22,8 @@ ZeroCopyMode = Literal["auto", "force", "off"]
 _INT64 = range(-(2**63), 2**63)
 _AS_THEY_ARE = frozenset({float, bool, bytes, NoneType})
 _NUMPY_NUMBERS = "biufc"
+# td["words"] is a LinkedList in the versions of tensordict that have it.
+_LISTS = frozenset({list, getattr(tensordict_utils, "LinkedList", list)})
 _ELEMENTS: dict[type, str] = {int: "int", float: "float", bool: "bool", str: "str"}
 
 _INT = FieldType("int")
@@ -86,7 +88,7 @@ def snapshot(
         plain = _from_numpy(value, where)
         if plain is not None:
             return plain
-    elif kind is list or kind is LinkedList:
+    elif kind in _LISTS:
         plain = _plain_list(value)
         if plain is not None:
             return plain

@@ -45,7 +45,7 @@ class Tending:
     def _run(self) -> None:
         try:
             self.tend()
-        except Exception as error:  # noqa: BLE001 - kept for stats; nothing is lost by no upkeep
+        except Exception as error:
             self.error = error
 
     def tend(self) -> bool:

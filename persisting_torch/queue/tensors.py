@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import isnan, prod
+from math import isfinite, prod
 
 import numpy as np
 import pyarrow as pa
@@ -111,7 +111,7 @@ def _check_fill(fill: float, dtype: torch.dtype, where: str) -> None:
     if dtype.is_floating_point or dtype.is_complex:
         return
     low, high = (0, 1) if dtype is torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
-    if isnan(fill) or fill != int(fill) or not low <= fill <= high:
+    if not isfinite(fill) or fill != int(fill) or not low <= fill <= high:
         raise ValueError(
             f"{where}: {fill} cannot pad values of dtype {dtype}. Give a whole number from {low} to"
             f" {high}."

@@ -18,7 +18,9 @@ logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 warnings.filterwarnings("ignore", module="lightning.pytorch")
 
 
-def fill(path: Path | str, samples: int, *, first: int = 0, seal: bool = True, **names: str) -> None:
+def fill(
+    path: Path | str, samples: int, *, first: int = 0, seal: bool = True, **names: str
+) -> None:
     """Put samples with uid first, first + 1, ... into partition "default" of queue "q"."""
     with Queue(names.get("queue", "q"), path) as queue:
         partition = names.get("partition", "default")
