@@ -33,15 +33,15 @@ class LanceBackend:
 
     async def put(self, record: dict[str, Any]) -> BatchMeta:
         """Put one record. Raises as Queue.put does."""
-        meta = self._engine.put(record)
-        if self._engine.full:
+        meta = self._engine.writes.put(record)
+        if self._engine.writes.full:
             await self.flush()
         return meta
 
     async def put_batch(self, records: Sequence[dict[str, Any]]) -> BatchMeta:
         """Put many records, all or none."""
-        meta = await _in_thread(self._engine.put, records)
-        if self._engine.full:
+        meta = await _in_thread(self._engine.writes.put, records)
+        if self._engine.writes.full:
             await self.flush()
         return meta
 

@@ -93,9 +93,6 @@ class Buffer:
         self.chunks[:0] = chunks
         self.oldest = time.monotonic()
 
-    def holds(self, partition: str) -> bool:
-        return any(chunk.partition == partition for chunk in self.chunks)
-
 
 @dataclass
 class Composed:

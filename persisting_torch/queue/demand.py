@@ -42,7 +42,7 @@ class Demand:
         deadline = time.monotonic() + limit
         news = News(engine.hub, engine.ledger)
         while True:
-            engine.flush_partition(self.partition)
+            engine.writes.flush_partition(self.partition)
             order = self._order()
             found = engine.claims.assignment(order, k)
             if isinstance(found, Assignment):

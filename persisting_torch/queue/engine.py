@@ -17,21 +17,18 @@ from typing import Any
 
 import lance
 import numpy as np
-from tensordict import TensorDict, TensorDictBase, is_tensor_collection
+from tensordict import TensorDict
 
 from persisting_torch.errors import (
-    FlushFailed,
     PersistingError,
     QueueClosed,
-    SchemaError,
 )
 from persisting_torch.queue import lifecycle
 from persisting_torch.queue.books import Books
-from persisting_torch.queue.buffer import Chunk, compose
 from persisting_torch.queue.claims import Assignment, Claims, Last, Sampler
 from persisting_torch.queue.commit import Committer
 from persisting_torch.queue.demand import LONGEST_WAIT_SECONDS, Demand
-from persisting_torch.queue.intake import Intake, own_chunks
+from persisting_torch.queue.intake import Intake
 from persisting_torch.queue.late import LateFields
 from persisting_torch.queue.lease import RENEW_SECONDS, end_lease, take_lease
 from persisting_torch.queue.ledger import Ledger
@@ -39,7 +36,6 @@ from persisting_torch.queue.locks import FileLock
 from persisting_torch.queue.meta import BatchMeta
 from persisting_torch.queue.metrics import Metrics
 from persisting_torch.queue.names import check_name
-from persisting_torch.queue.pacing import await_room
 from persisting_torch.queue.place import Place
 from persisting_torch.queue.producers import beat, producing
 from persisting_torch.queue.reads import Reads
@@ -49,6 +45,7 @@ from persisting_torch.queue.stored import ZeroCopyMode
 from persisting_torch.queue.stream import Stream
 from persisting_torch.queue.tending import Tending
 from persisting_torch.queue.waiting import hub_of
+from persisting_torch.queue.writes import Writes
 
 
 class Engine:
@@ -96,9 +93,7 @@ class Engine:
         self.hub = hub_of(place.bucket)
         self.reads = Reads(self.ledger, self.books, self.rows, self.late, zerocopy_mode)
         self.tending = Tending(self)
-        self._flush_lock = threading.RLock()
-        self._flushing: list[Chunk] = []
-        self._unsure = False
+        self.writes = Writes(self)
         self._error: BaseException | None = None
         self._lease_due = time.monotonic() + RENEW_SECONDS
         self._producers = 0
@@ -129,170 +124,26 @@ class Engine:
             error, self._error = self._error, None
             raise error
 
-    # Putting
-
-    def put(
-        self,
-        data: dict[str, Any] | Sequence[dict[str, Any]] | TensorDictBase,
-        partition: str = "default",
-    ) -> BatchMeta:
-        """Samples into memory, with their indexes; `full` says whether to flush."""
-        self.check_open(writing=True)
-        if self.capacity is not None:
-            await_room(self, self.capacity, partition)
-        if isinstance(data, dict):
-            meta = self.intake.put_record(data, partition)
-        elif is_tensor_collection(data):
-            meta = self.intake.put_tensordict(data, partition)
-        elif isinstance(data, (list, tuple)):
-            meta = self.intake.put_records(data, partition)
-        else:
-            raise SchemaError(
-                f"queue {self.place.queue!r} takes a dict (one sample), a list of dicts or a"
-                f" TensorDict, not {type(data).__name__}."
-            )
-        self.hub.notify()
-        self.metrics.count("put", meta.size)
-        return meta
-
-    @property
-    def must_wait(self) -> bool:
-        """Whether a put may block."""
-        return self.capacity is not None
-
-    def put_with_keys(
-        self,
-        data: Sequence[dict[str, Any]] | TensorDictBase,
-        partition: str,
-        keys: Sequence[str],
-        tags: Sequence[str | None],
-    ) -> BatchMeta:
-        """New samples that are known by keys, on disk when this returns."""
-        self.check_open(writing=True)
-        if is_tensor_collection(data):
-            meta = self.intake.put_tensordict(data, partition, keys, tags)
-        else:
-            meta = self.intake.put_records(data, partition, keys, tags)
-        self.flush()
-        return meta
-
-    def put_fields(
-        self,
-        data: Sequence[dict[str, Any]] | dict[str, Any] | TensorDictBase,
-        meta: BatchMeta,
-        tags: Sequence[tuple[str, int, str | None]] = (),
-    ) -> BatchMeta:
-        """Fields into samples that exist, on disk when this returns.
-
-        Raises SchemaError if there are not as many values as samples, KeyError for unknown samples.
-        """
-        self.check_open(writing=True)
-        if isinstance(data, dict):
-            data = [data]
-        if is_tensor_collection(data):
-            batch = self.intake.encode(data)
-            chunk = Chunk(meta.partition_id, 0, batch=batch)
-            self.intake.admit_batch(batch)
-        else:
-            chunk = Chunk(meta.partition_id, 0, self.intake.snapshot(data))
-            self.intake.admit_records(chunk.rows)
-        indexes = meta.index_array()
-        if len(chunk) != len(indexes):
-            raise SchemaError(
-                f"queue {self.place.queue!r}: {len(chunk)} values were given for the"
-                f" {len(indexes)} samples of the metadata. Give one for each, in their order."
-            )
-        if len(chunk):
-            self.flush()
-            self.reads.check_indexes(indexes)
-            with self.ledger.lock:
-                late = self.late.compose(chunk, indexes, self.books.schema)
-            keys = [(meta.partition_id, key, index, tag) for key, index, tag in tags]
-            self.committer.append_late(late, meta.partition_id, keys)
-            self._news()
-        return meta
-
-    @property
-    def full(self) -> bool:
-        """Whether so much waits that it wants to be flushed."""
-        return self.intake.full
-
     def flush(self) -> None:
         """Write all that waits. Raises FlushFailed, with the samples kept, if it cannot."""
         self.check_open(writing=bool(self.intake.buffer.chunks))
-        self._flush()
-
-    def _flush(self) -> None:
-        with self._flush_lock:
-            with self.intake.lock:
-                chunks = self._flushing = self.intake.buffer.take()
-            if not chunks:
-                return
-            done = False
-            try:
-                with self.metrics.timed("flush", sum(map(len, chunks))):
-                    self._commit(chunks)
-                done = True
-            except (OSError, PersistingError, ValueError, RuntimeError) as error:
-                raise FlushFailed(
-                    f"queue {self.place.queue!r}: {sum(map(len, chunks))} samples could not be"
-                    f" written to {self.place.bucket}: {error}. They are kept in memory; make room"
-                    " or access and call flush() again."
-                ) from error
-            finally:
-                with self.intake.lock:
-                    if not done:
-                        self._unsure = True
-                        own_chunks(chunks)
-                        self.intake.buffer.put_back(chunks)
-                    self._flushing = []
-        self._news()
-        self.tending.maybe_start()
-
-    def _commit(self, chunks: list[Chunk]) -> None:
-        with self.ledger.lock:
-            if self._unsure:
-                chunks = self._not_yet_committed(chunks)
-            composed = compose(chunks, self.books.schema) if chunks else None
-        if composed is not None:
-            self.committer.append(composed)
-        self._unsure = False
-
-    def _not_yet_committed(self, chunks: list[Chunk]) -> list[Chunk]:
-        """After a flush that failed nobody knows where: its rows may be there all the same."""
-        with self.commit_lock:
-            self.committer.recover()
-        with self.ledger.reading() as tx:
-            self.books.refresh(tx)
-        rows = self.books.runs.rows_of([chunk.first for chunk in chunks])
-        return [chunk for chunk, row in zip(chunks, rows, strict=True) if row < 0]
-
-    def _news(self) -> None:
-        self.hub.notify()
+        self.writes.flush()
 
     # Reading in order
 
     def records(self, limit: int, offset: int = 0) -> list[dict[str, Any]]:
         """Up to `limit` records after the first `offset`, in order, waiting ones included."""
         self.check_open()
-        return self.reads.records(limit, offset, self.waiting_chunks())
+        return self.reads.records(limit, offset, self.writes.waiting())
 
     def stream(self, offset: int = 0) -> Stream:
         """A position in the order of samples that only moves forward."""
         return Stream(self, offset)
 
-    def waiting_chunks(self) -> list[Chunk]:
-        """The samples that wait in memory or are being flushed, as they are now."""
-        with self.intake.lock:
-            return [
-                Chunk(c.partition, c.first, list(c.rows), c.batch)
-                for c in (*self._flushing, *self.intake.buffer.chunks)
-            ]
-
     def count(self) -> int:
         """Samples of the queue, waiting ones included, cleared ones not."""
         self.check_open()
-        return self.reads.count(self.waiting_chunks())
+        return self.reads.count(self.writes.waiting())
 
     # Reading by index
 
@@ -310,8 +161,7 @@ class Engine:
         """
         self.check_open()
         wanted = np.asarray(indexes, dtype=np.int64)
-        if len(wanted) and self._holds_any(wanted):
-            self.flush()
+        self.writes.flush_indexes(wanted)
         with self.metrics.timed("read", len(wanted)):
             return self.reads.batch(partition, wanted, fields, pad)
 
@@ -330,16 +180,10 @@ class Engine:
             )
         return self.rows.dataset()
 
-    def _holds_any(self, indexes: Int64s) -> bool:
-        with self.intake.lock:
-            chunks = (*self._flushing, *self.intake.buffer.chunks)
-            low, high = int(indexes.min()), int(indexes.max())
-            return any(c.first <= high and low < c.first + len(c) for c in chunks)
-
     def snapshot(self, partition: str, fields: Sequence[str] | None = None) -> Int64s:
         """Indexes of all samples that have the fields now, in order, whoever took them."""
         self.check_open()
-        self.flush_partition(partition)
+        self.writes.flush_partition(partition)
         needed = self.needed(fields)
         with self.ledger.reading() as tx:
             self.books.refresh(tx)
@@ -353,13 +197,6 @@ class Engine:
         with self.ledger.reading() as tx:
             self.books.refresh(tx)
             return frozenset(self.reads.names_of(fields))
-
-    def flush_partition(self, partition: str) -> None:
-        """Write samples of this process that wait, if the partition has some."""
-        with self.intake.lock:
-            waiting = self.intake.buffer.holds(partition)
-        if waiting:
-            self.flush()
 
     # Claiming
 
@@ -380,7 +217,7 @@ class Engine:
         if self.intake.buffer.chunks and (
             self.claims.available(task, partition, needed) < batch_size
         ):
-            self.flush_partition(partition)
+            self.writes.flush_partition(partition)
         check_name(task, "task_name")
         with self.metrics.timed("claim"):
             chosen = self.claims.claim(task, partition, needed, batch_size, sampler, sampling or {})
@@ -409,14 +246,14 @@ class Engine:
     def mark(self, task: str, partition: str, indexes: Sequence[int]) -> None:
         """Take these samples for the task, whoever decided it."""
         self.check_open(writing=True)
-        self.flush_partition(partition)
+        self.writes.flush_partition(partition)
         self.claims.mark(check_name(task, "task_name"), partition, indexes)
 
     def reset(self, task: str, partition: str) -> None:
         """Forget all that the task has taken in the partition."""
         self.check_open(writing=True)
         self.claims.reset(task, partition)
-        self._news()
+        self.hub.notify()
 
     def clear(self, partition: str, indexes: Sequence[int]) -> None:
         """Remove samples for good. Their indexes are never given again.
@@ -424,9 +261,9 @@ class Engine:
         Raises KeyError naming indexes that the partition does not hold.
         """
         self.check_open(writing=True)
-        self.flush_partition(partition)
+        self.writes.flush_partition(partition)
         self.reads.clear(partition, indexes)
-        self._news()
+        self.hub.notify()
         self.tending.maybe_start()
 
     def seal(self, partition: str | None) -> None:
@@ -445,7 +282,7 @@ class Engine:
                 )
         with self.ledger.reading() as tx:
             self.books.refresh(tx)
-        self._news()
+        self.hub.notify()
 
     def is_sealed(self, partition: str) -> bool:
         """Whether no more samples will come to the partition."""
@@ -530,7 +367,7 @@ class Engine:
                 self.flush()
         finally:
             self._producers -= 1
-            self._news()
+            self.hub.notify()
 
     # Now and then
 
@@ -548,7 +385,7 @@ class Engine:
             if interval > 0:
                 oldest = self.intake.buffer.oldest
                 if oldest is not None and now - oldest >= interval:
-                    self._flush()
+                    self.writes.flush()
                 turns.append(max(0.005, min(interval / 4, 0.25)))
         except Exception as error:
             if not self.closed:
@@ -562,7 +399,7 @@ class Engine:
         if self.closed:
             return
         self._error = None
-        self._flush()
+        self.writes.flush()
         self.tending.stop()
         with self.intake.lock:
             self.closed = True

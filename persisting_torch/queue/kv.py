@@ -110,12 +110,12 @@ class KVInterface:
         old = [at for at, key in enumerate(keys) if key in known]
         new = [at for at, key in enumerate(keys) if key not in known]
         if new:
-            self._engine.put_with_keys(
+            self._engine.writes.put_with_keys(
                 _pick(data, new), partition, [keys[at] for at in new], [texts[at] for at in new]
             )
         if old:
             meta = BatchMeta([known[keys[at]] for at in old], partition)
-            self._engine.put_fields(
+            self._engine.writes.put_fields(
                 _pick(data, old), meta, [(keys[at], known[keys[at]], texts[at]) for at in old]
             )
 

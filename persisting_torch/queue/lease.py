@@ -32,7 +32,9 @@ def boot() -> str:
 
 
 def take_lease(ledger: Ledger, handle: int) -> None:
-    """Say that a handle of this process has the queue open, for LEASE_SECONDS; renewed by calling again.
+    """Say that a handle of this process has the queue open, for LEASE_SECONDS.
+
+    Calling it again renews the lease.
 
     Raises BucketUnavailable naming the host that holds the queue, if it is another one.
     """

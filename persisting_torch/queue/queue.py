@@ -127,12 +127,12 @@ class Queue:
         then kept in memory.
         """
         if metadata is not None:
-            return await _in_thread(self.engine.put_fields, data, metadata)
-        if self.engine.must_wait or not isinstance(data, dict):
-            meta = await _in_thread(self.engine.put, data, partition_id)
+            return await _in_thread(self.engine.writes.put_fields, data, metadata)
+        if self.engine.capacity is not None or not isinstance(data, dict):
+            meta = await _in_thread(self.engine.writes.put, data, partition_id)
         else:
-            meta = self.engine.put(data, partition_id)
-        if self.engine.full:
+            meta = self.engine.writes.put(data, partition_id)
+        if self.engine.writes.full:
             await _in_thread(self.engine.flush)
         return meta
 
@@ -322,9 +322,9 @@ class SyncQueue:
     ) -> BatchMeta:
         """See Queue.put."""
         if metadata is not None:
-            return self._engine.put_fields(data, metadata)
-        meta = self._engine.put(data, partition_id)
-        if self._engine.full:
+            return self._engine.writes.put_fields(data, metadata)
+        meta = self._engine.writes.put(data, partition_id)
+        if self._engine.writes.full:
             self._engine.flush()
         return meta
 

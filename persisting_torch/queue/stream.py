@@ -25,12 +25,12 @@ class Stream:
         self.engine.check_open()
         if self._skip:
             skipped = self.engine.reads.advance(
-                self._skip, self._row, self._had, self.engine.waiting_chunks(), values=False
+                self._skip, self._row, self._had, self.engine.writes.waiting(), values=False
             )
             self._row = skipped.row
             self._skip -= skipped.count
             if self._skip:
                 return []
-        moved = self.engine.reads.advance(limit, self._row, self._had, self.engine.waiting_chunks())
+        moved = self.engine.reads.advance(limit, self._row, self._had, self.engine.writes.waiting())
         self._row = moved.row
         return moved.records
