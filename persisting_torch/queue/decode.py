@@ -145,6 +145,8 @@ class _Column:
                 dtype = _list_dtype({t.dtype for t in self.types if t.dtype})
                 if dtype and not any(_has_null_elements(array) for _, array in self.parts):
                     return self._jagged(dtype, fill, copy)
+        if not self.length:
+            return NonTensorData(data=[], batch_size=[0])
         return NonTensorStack(*map(_wrapped, self.values(copy)))
 
     def _decode(self, type_: FieldType, array: pa.Array, copy: bool) -> list[Any]:

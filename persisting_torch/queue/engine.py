@@ -91,7 +91,9 @@ class Engine:
             self.ledger, self.books, self.commit_lock, self.rows, self.late.store
         )
         self.hub = hub_of(place.bucket)
-        self.reads = Reads(self.ledger, self.books, self.rows, self.late, zerocopy_mode)
+        self.reads = Reads(
+            self.ledger, self.books, self.rows, self.late, zerocopy_mode, allow_pickle
+        )
         self.tending = Tending(self)
         self.writes = Writes(self)
         self._error: BaseException | None = None

@@ -142,12 +142,18 @@ class FragmentTable:
         return slots, offsets
 
     def runs(self, rows: Int64s) -> list[tuple[int, int, int]] | None:
-        """(slot, offset, count) of consecutive row ids that lie on disk as they are asked for.
-
-        None where they are not consecutive, or some are deleted or not in the table.
-        """
+        """The rows as runs, if they are consecutive; else as for `consecutive`, None."""
         first, last = int(rows[0]), int(rows[-1])
-        if last - first != len(rows) - 1 or self._overlapping or not (np.diff(rows) == 1).all():
+        if last - first != len(rows) - 1 or not (np.diff(rows) == 1).all():
+            return None
+        return self.consecutive(first, last)
+
+    def consecutive(self, first: int, last: int) -> list[tuple[int, int, int]] | None:
+        """(slot, offset, count) of the row ids from first to last, as they lie on disk.
+
+        None if some of them are not in the table or lie in a fragment that had rows deleted.
+        """
+        if self._overlapping:
             return None
         runs = []
         slot = int(np.searchsorted(self.firsts, first, side="right")) - 1

@@ -185,8 +185,8 @@ class Intake:
 
     def admit_records(self, rows: Iterable[dict[str, Any]]) -> None:
         """Check the types of copied records against the fields, registering what is new."""
-        for row in rows:
-            self._admit_record(row)
+        schema = self.books.schema
+        self.admit(dict.fromkeys(new for row in rows for new in new_types(row, schema)))
 
     def _admit_record(self, row: dict[str, Any]) -> None:
         new = new_types(row, self.books.schema)

@@ -116,6 +116,19 @@ def file_system(path: str) -> str:
     return ""
 
 
+def size_on_disk(path: str) -> int:
+    """Bytes of a file or of all files below a folder, while others may add and remove some."""
+    files = [os.path.join(where, name) for where, _, names in os.walk(path) for name in names]
+    return sum(map(_size_of_file, files or [path]))
+
+
+def _size_of_file(path: str) -> int:
+    try:
+        return os.stat(path).st_size
+    except FileNotFoundError:
+        return 0
+
+
 def _make(root: Path, queue: str) -> None:
     root.mkdir(parents=True, exist_ok=True)
     with FileLock(str(root / ".make.lock")):

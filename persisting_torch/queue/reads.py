@@ -41,12 +41,14 @@ class Reads:
         rows: RowStore,
         late: LateFields,
         zerocopy_mode: str,
+        allow_pickle: bool,
     ) -> None:
         self.ledger = ledger
         self.books = books
         self.rows = rows
         self.late = late
         self.copy = zerocopy_mode == "off"
+        self.allow_pickle = allow_pickle
 
     def _follow(self) -> None:
         with self.ledger.reading() as tx:
@@ -130,7 +132,12 @@ class Reads:
             return []
         names = list(self.books.schema.fields)
         table = self._table(rows, self.books.runs.indexes_of(rows), names)
-        return to_records(table, self.books.schema, names, copy=self.copy)
+        return self._to_records(table, names, copy=self.copy)
+
+    def _to_records(self, table: pa.Table, names: list[str], copy: bool) -> list[dict[str, Any]]:
+        return to_records(
+            table, self.books.schema, names, copy=copy, allow_pickle=self.allow_pickle
+        )
 
     def _not_committed(self, waiting: Sequence[Chunk]) -> list[Chunk]:
         rows = self.books.runs.rows_of([chunk.first for chunk in waiting])
@@ -153,7 +160,7 @@ class Reads:
         count = len(range(len(chunk))[start:stop])
         table = pa.table({INDEX_COLUMN: np.arange(count), **part})
         names = list(self.books.schema.fields)
-        return to_records(table, self.books.schema, names, copy=True)
+        return self._to_records(table, names, copy=True)
 
     # By index
 
@@ -167,7 +174,7 @@ class Reads:
             return list(known)
         names: list[str] = []
         for field in fields:
-            if field == INDEX_COLUMN:
+            if field == INDEX_COLUMN and field not in known:
                 continue
             nested = [name for name in known if name.startswith(f"{field}.")]
             names += [field] if field in known or not nested else nested
@@ -189,8 +196,10 @@ class Reads:
             schema = self.books.schema
             late = [name for name in names if self.late.holds(name)]
         table = self._table(rows, indexes, names, late)
-        batch = to_tensordict(table, schema, names, pad=pad, copy=self.copy)
-        if fields is not None and INDEX_COLUMN in fields:
+        batch = to_tensordict(
+            table, schema, names, pad=pad, copy=self.copy, allow_pickle=self.allow_pickle
+        )
+        if fields is not None and INDEX_COLUMN in fields and INDEX_COLUMN not in names:
             batch[INDEX_COLUMN] = torch.from_numpy(indexes.copy())
         return batch
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from persisting_torch.queue.place import size_on_disk
 
 if TYPE_CHECKING:
     from persisting_torch.queue.engine import Engine
@@ -43,8 +43,8 @@ def stats(engine: Engine) -> dict[str, Any]:
                 for name, pid, state, cause, beat in producers
             },
             "storage": {
-                "bytes": _size(engine.place.bucket),
-                "ledger_bytes": _size(engine.place.ledger),
+                "bytes": size_on_disk(engine.place.bucket),
+                "ledger_bytes": size_on_disk(engine.place.ledger),
                 "fragments": engine.rows.fragments if engine.rows.exists() else 0,
                 "versions": engine.rows.versions if engine.rows.exists() else 0,
                 "upkeep_error": None if engine.tending.error is None else str(engine.tending.error),
@@ -65,12 +65,6 @@ def _tasks(engine: Engine) -> dict[str, Any]:
             "cursor": task.cursor,
         }
     return found
-
-
-def _size(path: str) -> int:
-    if os.path.isfile(path):
-        return os.path.getsize(path)
-    return sum(file.stat().st_size for file in Path(path).rglob("*") if file.is_file())
 
 
 def verify(engine: Engine) -> list[str]:

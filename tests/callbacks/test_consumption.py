@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from counting import Counting, committed, fill, fit, trainer
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import (
     Callback,
@@ -32,6 +31,7 @@ from persisting_torch import (
     Queue,
     WaitTimeout,
 )
+from tests.datasets.counting import Counting, committed, fill, fit, trainer
 
 SAMPLES = 42
 
@@ -470,7 +470,7 @@ def test_a_callback_that_saves_in_its_batch_end_finds_the_cursor_moved(tmp_path:
 def test_a_wait_that_times_out_ends_fit_with_its_message_and_no_thread(tmp_path: Path) -> None:
     fill(tmp_path, 6, seal=False)
     before = set(threading.enumerate())
-    with pytest.raises(WaitTimeout, match="waited 0.3 s for 2 samples of q/default"):
+    with pytest.raises(WaitTimeout, match=r"waited 0\.3 s for 2 samples of q/default"):
         fit(Counting(SAMPLES), data_of(tmp_path, timeout=0.3), tmp_path)
     left = [t.name for t in set(threading.enumerate()) - before if "prefetch" in t.name]
     assert left == []

@@ -7,12 +7,12 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "datasets"))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from counting import Counting, trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from persisting_torch import PersistingDataModule
+from tests.datasets.counting import Counting, trainer
 
 
 class Narrator(Callback):

@@ -1,4 +1,4 @@
-"""A model whose weights count how often each sample was trained, and Trainers that run it quietly."""
+"""A model whose weights count how often each sample was trained, and quiet Trainers for it."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def stored_table(
     records: Iterable[dict[str, Any]], schema: Schema | None = None, **options: Any
 ) -> tuple[pa.Table, Schema]:
     schema = Schema("q") if schema is None else schema
-    settings_ = {"allow_pickle": True, "zerocopy_mode": "auto"} | options
+    settings_: dict[str, Any] = {"allow_pickle": True, "zerocopy_mode": "auto"} | options
     rows = []
     for record in records:
         row = snapshot_record(record, queue="q", **settings_)
@@ -57,7 +57,7 @@ def as_table(columns: dict[str, pa.Array], schema: Schema, length: int) -> pa.Ta
 
 
 def encoded(td: Any, **options: Any) -> EncodedBatch:
-    settings_ = {"allow_pickle": True, "zerocopy_mode": "auto"} | options
+    settings_: dict[str, Any] = {"allow_pickle": True, "zerocopy_mode": "auto"} | options
     return encode_batch(td, queue="q", **settings_)
 
 

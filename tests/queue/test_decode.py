@@ -7,7 +7,7 @@ import math
 import pyarrow as pa
 import pytest
 import torch
-from tensordict import NonTensorStack, TensorDict
+from tensordict import TensorDict
 
 from persisting_torch.errors import SchemaError
 from persisting_torch.queue.decode import to_records, to_tensordict
@@ -74,12 +74,16 @@ def test_a_batch_of_no_rows_has_every_field_in_its_form() -> None:
         assert to_records(empty, schema, list(schema.fields)) == []
 
 
-def test_an_empty_batch_can_be_put() -> None:
-    td = TensorDict({"x": torch.ones(0, 3), "s": NonTensorStack()}, [0])
-    batch = encoded(td)
+def test_an_empty_batch_can_be_put_again() -> None:
+    table, schema = stored_table(
+        [{"x": torch.ones(3), "s": "a", "r": torch.ones(n)} for n in (1, 2)]
+    )
+    names = ["x", "s", "r"]
+    batch = encoded(to_tensordict(table.slice(0, 0), schema, names))
     assert batch.length == 0
-    table, schema = batch_table(batch)
-    assert to_tensordict(table, schema, ["x", "s"])["x"].shape == (0, 3)
+    assert batch.empty == [("s", ("s",))]
+    again, _ = batch_table(batch, schema)
+    assert to_tensordict(again, schema, names)["x"].shape == (0, 3)
 
 
 def test_a_column_that_the_table_lacks_is_all_null() -> None:

@@ -121,7 +121,7 @@ def test_other_numpy_arrays_need_pickle(array: Any) -> None:
 
 
 def test_what_is_stored_does_not_change_with_what_was_given() -> None:
-    given_ = {
+    given_: dict[str, Any] = {
         "tensor": torch.zeros(3), "array": np.zeros(3), "list": [1, 2], "object": {"a": [1]},
         "column": torch.zeros(3, 3)[:, 1],
     }  # fmt: skip

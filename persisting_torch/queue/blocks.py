@@ -1,0 +1,151 @@
+"""Blocks read and kept: each row of a block is handed out in place at most once."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import pyarrow as pa
+from lance.file import LanceFileReader, LanceFileSession
+
+from persisting_torch.queue.layout import BlockKey, Layout, Part
+
+CACHE_BYTES = 64 << 20
+OPEN_FILES = 32
+THREADS = 2
+
+
+class Block:
+    """The rows of a block, and which of them were not handed out yet."""
+
+    __slots__ = ("fresh", "left", "table")
+
+    def __init__(self, table: pa.Table) -> None:
+        self.table = table
+        self.fresh = np.ones(table.num_rows, dtype=bool)
+        self.left = table.num_rows
+
+
+class BlockCache:
+    """Blocks by key, the least recently used forgotten first. Thread safe.
+
+    Who is handed rows in place may write into them, so nobody else is given these rows from the
+    same memory: they are read again. A block of which every row was handed out is forgotten.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._session = LanceFileSession(folder)
+        self._files: OrderedDict[tuple[str, tuple[str, ...]], LanceFileReader] = OrderedDict()
+        self._blocks: OrderedDict[BlockKey, Future[Block]] = OrderedDict()
+        self._sizes: dict[BlockKey, int] = {}
+        self._lock = threading.Lock()
+        self._background: ThreadPoolExecutor | None = None
+
+    def holds(self, part: Part) -> bool:
+        """Whether the rows are here or on their way, and none of them was handed out."""
+        with self._lock:
+            future = self._blocks.get(part.key)
+            if future is None:
+                return False
+            return not future.done() or bool(future.result().fresh[part.at].all())
+
+    def hand_out(self, layout: Layout, part: Part) -> list[pa.Table]:
+        """The rows in place, one slice for each run of them."""
+        while True:
+            future = self._get(layout, part.slot, part.key)
+            block = future.result()
+            with self._lock:
+                if not block.fresh[part.at].all():
+                    self._forget(part.key, future)
+                    continue
+                block.fresh[part.at] = False
+                block.left -= part.count
+                if not block.left:
+                    self._forget(part.key, future)
+            return [block.table.slice(start, stop - start) for start, stop in part.runs()]
+
+    def copy(self, layout: Layout, part: Part) -> pa.Table:
+        """A copy of the rows, in the order asked for."""
+        while True:
+            future = self._get(layout, part.slot, part.key)
+            block = future.result()
+            copied = block.table.take(pa.array(part.at))
+            with self._lock:
+                if block.fresh[part.at].all():
+                    return copied
+                self._forget(part.key, future)
+
+    def fetch(self, layout: Layout, slot: int, key: BlockKey) -> None:
+        """Have a block read in the background, unless it is here."""
+        with self._lock:
+            if key in self._blocks:
+                return
+            future = self._blocks[key] = Future()
+            if self._background is None:
+                self._background = ThreadPoolExecutor(THREADS, "persisting_torch-read")
+            try:
+                self._background.submit(self._fill, layout, slot, key, future)
+            except RuntimeError:  # the interpreter is shutting down
+                self._forget(key, future)
+
+    def _get(self, layout: Layout, slot: int, key: BlockKey) -> Future[Block]:
+        with self._lock:
+            future = self._blocks.get(key)
+            if future is not None:
+                self._blocks.move_to_end(key)
+                return future
+            future = self._blocks[key] = Future()
+        self._fill(layout, slot, key, future)
+        return future
+
+    def _fill(self, layout: Layout, slot: int, key: BlockKey, future: Future[Block]) -> None:
+        try:
+            block = Block(self._load(layout, slot, key))
+        except BaseException as error:
+            with self._lock:
+                self._forget(key, future)
+            future.set_exception(error)
+            return
+        with self._lock:
+            self._sizes[key] = block.table.nbytes
+            held = sum(self._sizes.values())
+            for other in list(self._blocks):
+                if held <= CACHE_BYTES or other == key:
+                    break
+                if other in self._sizes:
+                    held -= self._sizes[other]
+                    self._forget(other, self._blocks[other])
+        future.set_result(block)
+
+    def _forget(self, key: BlockKey, future: Future[Block]) -> None:
+        if self._blocks.get(key) is future:
+            del self._blocks[key]
+            self._sizes.pop(key, None)
+
+    def _load(self, layout: Layout, slot: int, key: BlockKey) -> pa.Table:
+        """Physical rows of a fragment from its data files, each column in one chunk."""
+        table, columns = layout.table, {}
+        for file in table.fragment(slot).metadata.files:
+            names = [name for name in layout.columns if table.field_ids[name] in file.fields]
+            if names:
+                read = self._read_file(str(file.path), tuple(names), key.start, key.rows)
+                columns.update({name: read[name] for name in names})
+        arrays = [
+            columns[field.name] if field.name in columns else pa.nulls(key.rows, field.type)
+            for field in layout.schema
+        ]
+        return pa.Table.from_arrays(arrays, schema=layout.schema).combine_chunks()
+
+    def _read_file(self, path: str, names: tuple[str, ...], start: int, rows: int) -> pa.Table:
+        with self._lock:
+            reader = self._files.pop((path, names), None)
+        if reader is None:
+            reader = self._session.open_reader(path, list(names))
+        table = reader.read_range(start, rows, batch_size=rows).to_table()
+        with self._lock:  # it was out of the cache while in use, as it serves one thread at a time
+            self._files[path, names] = reader
+            if len(self._files) > OPEN_FILES:
+                self._files.popitem(last=False)
+        return table

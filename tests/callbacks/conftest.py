@@ -1,8 +1,0 @@
-"""Lets these tests use the counting model of the tests of datasets."""
-
-from __future__ import annotations
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "datasets"))
