@@ -37,7 +37,7 @@ class BlockCache:
 
     def __init__(self, folder: str) -> None:
         self._session = LanceFileSession(folder)
-        self._files: OrderedDict[tuple[str, tuple[str, ...]], LanceFileReader] = OrderedDict()
+        self._files: OrderedDict[tuple[str, tuple[str, ...]], list[LanceFileReader]] = OrderedDict()
         self._blocks: OrderedDict[BlockKey, Future[Block]] = OrderedDict()
         self._sizes: dict[BlockKey, int] = {}
         self._lock = threading.Lock()
@@ -139,13 +139,14 @@ class BlockCache:
         return pa.Table.from_arrays(arrays, schema=layout.schema).combine_chunks()
 
     def _read_file(self, path: str, names: tuple[str, ...], start: int, rows: int) -> pa.Table:
-        with self._lock:
-            reader = self._files.pop((path, names), None)
-        if reader is None:
-            reader = self._session.open_reader(path, list(names))
+        with self._lock:  # an open file is out of the cache while in use: it serves one thread
+            idle = self._files.pop((path, names), [])
+            reader = idle.pop() if idle else self._session.open_reader(path, list(names))
+            if idle:
+                self._files[path, names] = idle
         table = reader.read_range(start, rows, batch_size=rows).to_table()
-        with self._lock:  # it was out of the cache while in use, as it serves one thread at a time
-            self._files[path, names] = reader
+        with self._lock:
+            self._files.setdefault((path, names), []).append(reader)
             if len(self._files) > OPEN_FILES:
                 self._files.popitem(last=False)
         return table

@@ -136,7 +136,7 @@ def group_columns(
     else:
         columns = physical_columns(batch, schema)
     names: dict[str, NDArray[np.bool_] | None] = {}
-    for name, known in schema.fields.items():
+    for name, known in list(schema.fields.items()):
         arrays = [columns[v.column] for v in known.variants if v.column in columns]
         if any(array.null_count < len(array) for array in arrays):
             names[name] = _who_has(arrays)

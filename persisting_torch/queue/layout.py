@@ -38,6 +38,11 @@ class Part:
     at: Int64s | slice  # positions in the block
     where: Int64s | None = None  # positions in the request; None in a run of consecutive rows
 
+    @property
+    def rises(self) -> bool:
+        """Whether each row lies behind the one before it."""
+        return isinstance(self.at, slice) or bool((np.diff(self.at) > 0).all())
+
     def runs(self) -> list[tuple[int, int]]:
         """Stretches [start, stop) of consecutive positions in the block, in request order."""
         if isinstance(self.at, slice):

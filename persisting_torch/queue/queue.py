@@ -168,14 +168,15 @@ class Queue:
         it (None: never).
         """
         stream = self.engine.stream(offset)
-        left = limit
+        left, deadline = limit, _deadline(timeout)
         while left is None or left > 0:
             step = RECORDS_A_STEP if left is None else min(left, RECORDS_A_STEP)
             records = await _in_thread(stream.next, step)
             if records:
                 left = None if left is None else left - len(records)
                 yield records
-            elif not wait or not await stream.news.wait_async(_deadline(timeout)):
+                deadline = _deadline(timeout)
+            elif not wait or not await stream.news.wait_async(deadline):
                 return
 
     # Claiming
@@ -347,14 +348,15 @@ class SyncQueue:
     ) -> Iterator[list[dict[str, Any]]]:
         """See Queue.stream."""
         stream = self._engine.stream(offset)
-        left = limit
+        left, deadline = limit, _deadline(timeout)
         while left is None or left > 0:
             step = RECORDS_A_STEP if left is None else min(left, RECORDS_A_STEP)
             records = stream.next(step)
             if records:
                 left = None if left is None else left - len(records)
                 yield records
-            elif not wait or not stream.news.wait(_deadline(timeout)):
+                deadline = _deadline(timeout)
+            elif not wait or not stream.news.wait(deadline):
                 return
 
     def get_meta(

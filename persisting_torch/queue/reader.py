@@ -47,16 +47,15 @@ class QueueReader:
         """Lists of further records, `limit` in all (None: no limit)."""
         from persisting_torch.queue.queue import _deadline, _in_thread
 
-        left = limit
+        left, deadline = limit, _deadline(timeout)
         while left is None or left > 0:
             share = STEP if left is None else min(left, STEP)
             records, met = await _in_thread(self._step, share)
             if records:
                 left = None if left is None else left - len(records)
                 yield records
-            elif not met and (
-                not wait or not await self._stream.news.wait_async(_deadline(timeout))
-            ):
+                deadline = _deadline(timeout)
+            elif not met and (not wait or not await self._stream.news.wait_async(deadline)):
                 return
 
     def _step(self, share: int) -> tuple[list[dict[str, Any]], int]:

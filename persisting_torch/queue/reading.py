@@ -99,7 +99,7 @@ class Reader:
         """Rows in any order: in place where they rise in long runs, else copied together."""
         where = np.concatenate([part.where for part in parts])
         in_order = bool((np.diff(where) == 1).all())
-        if in_order and all((np.diff(part.at) > 0).all() for part in parts):
+        if in_order and all(part.rises for part in parts):
             runs = sum(len(part.runs()) for part in parts)
             if runs <= len(where) // ROWS_PER_SLICE:
                 return self._hand_out(layout, parts, self._next_blocks(layout, parts[-1]))
@@ -160,6 +160,9 @@ class Reader:
         size = count * layout.cut(0)[1]
         if not streaming or size > CACHE_BYTES // 2:
             return []
-        last = min(after + count, int(layout.table.lasts[-1]) + 1) - 1
-        runs = layout.table.consecutive(after, last) or []
-        return [(part.slot, part.key) for part in map(layout.run_as_block, runs)]
+        ahead: list[tuple[int, BlockKey]] = []
+        for start in range(after, after + count * max(1, AHEAD_BYTES // size), count):
+            last = min(start + count - 1, int(layout.table.lasts[-1]))
+            runs = layout.table.consecutive(start, last) or []
+            ahead += [(part.slot, part.key) for part in map(layout.run_as_block, runs)]
+        return ahead

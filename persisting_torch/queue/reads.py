@@ -64,11 +64,12 @@ class Reads:
             cleared = self._cleared_rows()
             present = self.books.rows - len(cleared)
             rows = _nth_present(cleared, offset, min(offset + limit, present))
-            records = self._records_of(rows)
-            skip, missing = max(0, offset - present), limit - len(records)
-            if missing > 0:
-                records += self._waiting_records(waiting, skip, missing)
-            return records
+            indexes = self.books.runs.indexes_of(rows)
+            waiting = self._not_committed(waiting)
+        records = self._records_of(rows, indexes)
+        return records + self._waiting_records(
+            waiting, max(0, offset - present), limit - len(records)
+        )
 
     def advance(
         self,
@@ -85,7 +86,7 @@ class Reads:
         """
         with self.ledger.lock:
             self._follow()
-            found: list[Int64s] = []
+            found: list[Int64s] = [np.empty(0, dtype=np.int64)]
             count = 0
             while count < limit and row < self.books.rows:
                 step = np.arange(row, min(self.books.rows, row + limit - count), dtype=np.int64)
@@ -93,17 +94,19 @@ class Reads:
                 keep = self._not_met(self.books.runs.indexes_of(step), had)
                 found.append(step[keep])
                 count += int(keep.sum())
-            rows = np.concatenate(found) if found else np.empty(0, dtype=np.int64)
-            records = self._records_of(rows) if values else []
-            for chunk in waiting:
-                fresh = [at for at in chunk.indexes if at not in had][: limit - count]
-                if fresh and self.books.runs.rows_of(fresh[:1])[0] < 0:
-                    start = fresh[0] - chunk.first
-                    if values:
-                        records += self._chunk_records(chunk, start, start + len(fresh))
-                    had.update(fresh)
-                    count += len(fresh)
-            return Moved(row, count, records)
+            rows = np.concatenate(found)
+            indexes = self.books.runs.indexes_of(rows)
+            waiting = self._not_committed(waiting)
+        records = self._records_of(rows, indexes) if values else []
+        for chunk in waiting:
+            fresh = [at for at in chunk.indexes if at not in had][: limit - count]
+            if fresh:
+                start = fresh[0] - chunk.first
+                if values:
+                    records += self._chunk_records(chunk, start, start + len(fresh))
+                had.update(fresh)
+                count += len(fresh)
+        return Moved(row, count, records)
 
     def _not_met(self, indexes: Int64s, had: set[int]) -> np.ndarray[Any, np.dtype[np.bool_]]:
         keep = np.ones(len(indexes), dtype=bool)
@@ -127,12 +130,11 @@ class Reads:
         cleared = np.array(self.books.cleared_indexes.to_array(), dtype=np.int64)
         return np.sort(self.books.runs.rows_of(cleared))
 
-    def _records_of(self, rows: Int64s) -> list[dict[str, Any]]:
+    def _records_of(self, rows: Int64s, indexes: Int64s) -> list[dict[str, Any]]:
         if not len(rows):
             return []
         names = list(self.books.schema.fields)
-        table = self._table(rows, self.books.runs.indexes_of(rows), names)
-        return self._to_records(table, names, copy=self.copy)
+        return self._to_records(self._table(rows, indexes, names), names, copy=self.copy)
 
     def _to_records(self, table: pa.Table, names: list[str], copy: bool) -> list[dict[str, Any]]:
         return to_records(
@@ -147,7 +149,7 @@ class Reads:
         self, waiting: Sequence[Chunk], skip: int, limit: int
     ) -> list[dict[str, Any]]:
         records: list[dict[str, Any]] = []
-        for chunk in self._not_committed(waiting):
+        for chunk in waiting:
             if skip < len(chunk) and len(records) < limit:
                 records += self._chunk_records(chunk, skip, skip + limit - len(records))
             skip = max(0, skip - len(chunk))

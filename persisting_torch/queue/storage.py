@@ -277,7 +277,7 @@ def _newest(dataset: lance.LanceDataset) -> lance.LanceDataset:
 
 def _rows_per_file(table: pa.Table) -> int:
     files = max(1, round(table.nbytes / FRAGMENT_BYTES))
-    return math.ceil(int(table.num_rows) / files)
+    return math.ceil(table.num_rows / files)
 
 
 def _without_empty_columns(table: pa.Table) -> pa.Table:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from persisting_torch.queue import upkeep
 from persisting_torch.queue.commit import fold_arrivals
 from persisting_torch.queue.locks import FileLock
+from persisting_torch.queue.upkeep import clean, compact
 
 if TYPE_CHECKING:
     from persisting_torch.queue.engine import Engine
@@ -57,9 +57,9 @@ class Tending:
             self.remove_cleared()
             for store in (engine.rows, engine.late.store):
                 if store.exists() and not self._stopping:
-                    while upkeep.compact(store, engine.commit_lock) and not self._stopping:
+                    while compact(store, engine.commit_lock) and not self._stopping:
                         pass
-                    upkeep.clean(store, engine.commit_lock)
+                    clean(store, engine.commit_lock)
             with engine.ledger.transaction() as tx:
                 engine.claims.fold(tx, MOST_LEDGER_ROWS)
                 fold_arrivals(tx, MOST_LEDGER_ROWS)

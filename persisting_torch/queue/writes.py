@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from tensordict import TensorDictBase, is_tensor_collection
 
@@ -57,7 +57,7 @@ class Writes:
         tags: Sequence[str | None] | None = None,
     ) -> BatchMeta:
         if is_tensor_collection(data):
-            return self.intake.put_tensordict(data, partition, keys, tags)
+            return self.intake.put_tensordict(cast(TensorDictBase, data), partition, keys, tags)
         if isinstance(data, list | tuple):
             return self.intake.put_records(data, partition, keys, tags)
         raise SchemaError(
@@ -111,7 +111,7 @@ class Writes:
         self, data: dict[str, Any] | Sequence[dict[str, Any]] | TensorDictBase, meta: BatchMeta
     ) -> Chunk:
         if is_tensor_collection(data):
-            batch = self.intake.encode(data)
+            batch = self.intake.encode(cast(TensorDictBase, data))
             self.intake.admit_batch(batch)
             return Chunk(meta.partition_id, 0, batch=batch)
         rows = self.intake.snapshot([data] if isinstance(data, dict) else data)

@@ -71,9 +71,13 @@ def test_the_remainder_of_a_sealed_partition_is_dropped_split_or_padded(tmp_path
 
 def test_ranks_get_the_slices_of_the_same_global_batches(tmp_path):
     fill(tmp_path, 18)
-    ranks = [uids(dataset_of(tmp_path, dp_rank=r, dp_size=2, last="split")) for r in range(2)]
-    assert ranks[0] == [[0, 1, 2, 3], [8, 9, 10, 11], [16]]
-    assert ranks[1] == [[4, 5, 6, 7], [12, 13, 14, 15], [17]]
+    ranks = [dataset_of(tmp_path, dp_rank=r, dp_size=2, last="split") for r in range(2)]
+    assert [uids(pair) for pair in zip(*ranks, strict=True)] == [
+        [[0, 1, 2, 3], [4, 5, 6, 7]],
+        [[8, 9, 10, 11], [12, 13, 14, 15]],
+        [[16], [17]],
+    ]
+    assert committed(tmp_path) == 3
 
 
 def test_tasks_consume_independently(tmp_path):
