@@ -40,6 +40,8 @@ class PersistingDataLoader(DataLoader[Any]):
     Raises ValueError for arguments that contradict the above.
     """
 
+    dataset: PersistingDataset
+
     def __init__(
         self,
         dataset: PersistingDataset,
@@ -98,7 +100,6 @@ class PersistingDataLoader(DataLoader[Any]):
             pin_memory_device=pin_memory_device,
             in_order=in_order,
         )
-        self.dataset: PersistingDataset = dataset
         self.prefetch_batches = prefetch_batches
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]

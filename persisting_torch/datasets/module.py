@@ -25,8 +25,8 @@ class PersistingDataModule(LightningDataModule):
     ends when the partition is sealed. The data module adds ConsumptionCheckpoint to the Trainer, so
     that `fit(..., ckpt_path=...)` goes on with exactly what the restored weights have not used.
     Validation, test and prediction go over all samples of their partitions that are ready when they
-    start, and mark nothing; without a partition for them, validation is skipped, and test and
-    prediction raise ValueError.
+    start, and mark nothing. Without a partition for them validation is skipped; test and prediction
+    raise ValueError.
 
     The arguments are those of PersistingDataset and PersistingDataLoader; `pin_memory=None` pins
     where the Trainer runs on CUDA. The queue has to exist when training starts; it is opened in
@@ -73,6 +73,9 @@ class PersistingDataModule(LightningDataModule):
         self.num_workers = num_workers
         self.prefetch_batches = prefetch_batches
         self.pin_memory = pin_memory
+        if val_partition_id is None and type(self).val_dataloader is _OWN_VAL_DATALOADER:
+            # Lightning validates unless the hook is that of its own base class.
+            self.val_dataloader = super().val_dataloader  # type: ignore[method-assign]
         self._training_dataset()  # bad arguments raise here, before a Trainer has started anything
 
     def prepare_data(self) -> None:
@@ -89,8 +92,8 @@ class PersistingDataModule(LightningDataModule):
             self._consumption().adopt(loader)
         return loader
 
-    def val_dataloader(self) -> PersistingDataLoader | list[Any]:
-        return [] if self.val_partition_id is None else self._evaluating(self.val_partition_id)
+    def val_dataloader(self) -> PersistingDataLoader:
+        return self._evaluating(_required(self.val_partition_id, "val"))
 
     def test_dataloader(self) -> PersistingDataLoader:
         return self._evaluating(_required(self.test_partition_id, "test"))
@@ -174,6 +177,9 @@ class PersistingDataModule(LightningDataModule):
             prefetch_batches=self.prefetch_batches,
             pin_memory=pins,
         )
+
+
+_OWN_VAL_DATALOADER = PersistingDataModule.val_dataloader
 
 
 def _required(partition_id: str | None, stage: str) -> str:

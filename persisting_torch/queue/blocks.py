@@ -140,13 +140,14 @@ class BlockCache:
 
     def _read_file(self, path: str, names: tuple[str, ...], start: int, rows: int) -> pa.Table:
         with self._lock:  # an open file is out of the cache while in use: it serves one thread
-            idle = self._files.pop((path, names), [])
-            reader = idle.pop() if idle else self._session.open_reader(path, list(names))
-            if idle:
-                self._files[path, names] = idle
+            idle = self._files.get((path, names), [])
+            reader = idle.pop() if idle else None
+        if reader is None:
+            reader = self._session.open_reader(path, list(names))
         table = reader.read_range(start, rows, batch_size=rows).to_table()
         with self._lock:
             self._files.setdefault((path, names), []).append(reader)
+            self._files.move_to_end((path, names))
             if len(self._files) > OPEN_FILES:
                 self._files.popitem(last=False)
         return table

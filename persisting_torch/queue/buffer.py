@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 from pyroaring import BitMap64
+from torch import Tensor
 
 from persisting_torch.queue.encode import EncodedBatch, encode_rows, physical_columns
 from persisting_torch.queue.fields import Schema
@@ -32,7 +33,6 @@ class Chunk:
     rows: list[dict[str, Any]] = field(default_factory=list)
     batch: EncodedBatch | None = None
     keys: list[tuple[str, int, str | None]] = field(default_factory=list)
-    growing: bool = True
 
     def __len__(self) -> int:
         return len(self.rows) if self.batch is None else self.batch.length
@@ -42,7 +42,8 @@ class Chunk:
         """What its tensors hold in memory."""
         if self.batch is not None:
             return self.batch.nbytes
-        return sum(getattr(value, "nbytes", 0) for row in self.rows for value in row.values())
+        values = (value for row in self.rows for value in row.values())
+        return sum(value.nbytes for value in values if type(value) is Tensor)
 
     @property
     def indexes(self) -> range:
@@ -57,37 +58,42 @@ class Buffer:
         self.samples = 0
         self.nbytes = 0
         self.oldest: float | None = None
+        self._tail: Chunk | None = None
+        self._tail_end = -1
 
-    def add_rows(self, partition: str, first: int, rows: list[dict[str, Any]]) -> None:
-        """Records that follow each other in the partition and in their indexes share a chunk."""
-        last = self.chunks[-1] if self.chunks else None
-        if (
-            last is not None
-            and last.batch is None
-            and last.growing
-            and last.partition == partition
-            and last.first + len(last.rows) == first
-        ):
-            last.rows.extend(rows)
-        else:
-            self.chunks.append(Chunk(partition, first, rows))
-        self.samples += len(rows)
+    def append(self, partition: str, index: int, row: dict[str, Any]) -> bool:
+        """Add a record to the newest chunk, if it follows there; whether it did."""
+        tail = self._tail
+        if tail is None or index != self._tail_end or partition != tail.partition:
+            return False
+        tail.rows.append(row)
+        self._tail_end = index + 1
+        self.samples += 1
+        for value in row.values():
+            if type(value) is Tensor:
+                self.nbytes += value.nbytes
+        return True
 
     def add(self, chunk: Chunk) -> None:
+        """Add a chunk; records that follow it may join it."""
         self.chunks.append(chunk)
         self.samples += len(chunk)
+        self.nbytes += chunk.nbytes
+        if self.oldest is None:
+            self.oldest = time.monotonic()
+        self._tail = None if chunk.keys or chunk.batch is not None else chunk
+        self._tail_end = chunk.first + len(chunk)
 
     def take(self) -> list[Chunk]:
         """All chunks; the buffer is empty afterwards."""
         chunks, self.chunks = self.chunks, []
         self.samples = self.nbytes = 0
-        self.oldest = None
+        self.oldest = self._tail = None
         return chunks
 
     def put_back(self, chunks: list[Chunk]) -> None:
         """Chunks whose flush failed wait again, as they are, before those that came since."""
         for chunk in chunks:
-            chunk.growing = False
             self.samples += len(chunk)
             self.nbytes += chunk.nbytes
         self.chunks[:0] = chunks

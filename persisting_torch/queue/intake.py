@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import threading
-import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -73,12 +72,15 @@ class Intake:
         )
         with self.lock:
             self._check_partition(partition)
-            self._admit_record(row)
+            new = new_types(row, self.books.schema)
+            if new:
+                self.admit(new)
             first = self._next
             if first == self._end:
                 first = self._more_indexes(1)
             self._next = first + 1
-            self._add_rows(partition, first, [row])
+            if not self.buffer.append(partition, first, row):
+                self.buffer.add(Chunk(partition, first, [row]))
             return BatchMeta(range(first, first + 1), partition, tuple(row))
 
     def put_records(
@@ -94,10 +96,7 @@ class Intake:
             self._check_partition(partition)
             self.admit_records(rows)
             first = self._indexes(len(rows))
-            if keys is None:
-                self._add_rows(partition, first, rows)
-            else:
-                self._add(Chunk(partition, first, rows), keys, tags)
+            self._add(Chunk(partition, first, rows), keys, tags)
             names = dict.fromkeys(name for row in rows for name in row)
             return BatchMeta(range(first, first + len(rows)), partition, tuple(names))
 
@@ -116,7 +115,7 @@ class Intake:
             self._check_partition(partition)
             self.admit_batch(batch)
             first = self._indexes(batch.length)
-            self._add(Chunk(partition, first, batch=batch, growing=False), keys, tags)
+            self._add(Chunk(partition, first, batch=batch), keys, tags)
             names = [column[0] for column in batch.columns] + [name for name, _ in batch.empty]
             unique = tuple(dict.fromkeys(names))
             return BatchMeta(range(first, first + batch.length), partition, unique)
@@ -149,35 +148,24 @@ class Intake:
             zerocopy_mode=self.zerocopy_mode,
         )
 
-    def _add_rows(self, partition: str, first: int, rows: list[dict[str, Any]]) -> None:
-        self.buffer.add_rows(partition, first, rows)
-        for row in rows:
-            for value in row.values():
-                self.buffer.nbytes += getattr(value, "nbytes", 0)
-        self._note_age()
-
     def _add(
         self, chunk: Chunk, keys: Sequence[str] | None, tags: Sequence[str | None] | None
     ) -> None:
-        if not len(chunk):
-            return
         if keys is not None:
-            chunk.growing = False
-            chunk.keys = list(zip(keys, chunk.indexes, tags or [None] * len(keys), strict=True))
-        self.buffer.add(chunk)
-        self.buffer.nbytes += chunk.nbytes
-        self._note_age()
-
-    def _note_age(self) -> None:
-        if self.buffer.oldest is None:
-            self.buffer.oldest = time.monotonic()
+            tags = tags or [None] * len(keys)
+            chunk.keys = list(zip(keys, chunk.indexes, tags, strict=True))
+        if len(chunk):
+            self.buffer.add(chunk)
 
     def _check_partition(self, partition: str) -> None:
-        if partition not in self.books.partitions:
-            check_name(partition, "partition_id")
-        if self.books.is_sealed(partition):
+        books = self.books
+        known = books.partitions.get(partition)
+        if known is not None and known.sealed is None and books.sealed is None:
+            return
+        check_name(partition, "partition_id")
+        if books.is_sealed(partition):
             raise QueueSealed(
-                f"{self.books.schema.queue}/{partition} was sealed: no more samples can be put."
+                f"{books.schema.queue}/{partition} was sealed: no more samples can be put."
                 " Put into another partition or queue."
             )
 
@@ -187,11 +175,6 @@ class Intake:
         """Check the types of copied records against the fields, registering what is new."""
         schema = self.books.schema
         self.admit(dict.fromkeys(new for row in rows for new in new_types(row, schema)))
-
-    def _admit_record(self, row: dict[str, Any]) -> None:
-        new = new_types(row, self.books.schema)
-        if new:
-            self.admit(new)
 
     def admit_batch(self, batch: EncodedBatch) -> None:
         """Check the types of an encoded batch likewise."""

@@ -276,8 +276,8 @@ def _newest(dataset: lance.LanceDataset) -> lance.LanceDataset:
 
 
 def _rows_per_file(table: pa.Table) -> int:
-    files = max(1, round(table.nbytes / FRAGMENT_BYTES))
-    return math.ceil(table.num_rows / files)
+    rows: int = table.num_rows
+    return math.ceil(rows / max(1, round(table.nbytes / FRAGMENT_BYTES)))
 
 
 def _without_empty_columns(table: pa.Table) -> pa.Table:

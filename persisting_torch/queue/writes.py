@@ -46,7 +46,8 @@ class Writes:
         else:
             meta = self._put_many(data, partition)
         engine.hub.notify()
-        engine.metrics.count("put", meta.size)
+        if engine.metrics.enabled:
+            engine.metrics.count("put", meta.size)
         return meta
 
     def _put_many(
