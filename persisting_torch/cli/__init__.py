@@ -97,12 +97,14 @@ def _parser() -> argparse.ArgumentParser:
 
     reset = commands.add_parser("reset", parents=[queue], help="let a task begin anew")
     reset.add_argument("--task", required=True, metavar="TASK")
-    reset.add_argument("--partition", metavar="PARTITION", help="only there (all of the task's)")
+    reset.add_argument(
+        "--partition", metavar="PARTITION", help="in this one only (all of the task's)"
+    )
     reset.add_argument("--yes", action="store_true", help="do not ask")
     reset.set_defaults(run=care.reset)
 
     seal = commands.add_parser("seal", parents=[queue], help="say that no more samples will come")
-    seal.add_argument("--partition", metavar="PARTITION", help="only to this one (all there are)")
+    seal.add_argument("--partition", metavar="PARTITION", help="to this one only (the whole queue)")
     seal.set_defaults(run=care.seal)
     return parser
 

@@ -74,27 +74,22 @@ def _confirmed(queue: str, task: str, taken: dict[str, int]) -> bool:
 
 
 def seal(arguments: Namespace) -> int:
-    """Say that no more samples will come to a partition, or to any that there is."""
+    """Say that no more samples will come to a partition, or to the whole queue."""
     from persisting_torch.queue import report
 
     with engine_of(arguments, writing=True) as engine:
         name = engine.place.queue
         partitions: dict[str, Any] = report.stats(engine)["partitions"]
-        if arguments.partition is None:
-            chosen = list(partitions)
-            if not chosen:
-                raise Mistake(f"queue {name!r} has no partitions yet, so there is none to seal.")
-        elif arguments.partition in partitions:
-            chosen = [arguments.partition]
-        else:
+        if arguments.partition is not None and arguments.partition not in partitions:
             raise Mistake(
                 f"queue {name!r} has no partition {arguments.partition!r}. {_there(partitions)}"
             )
         engine.seal(arguments.partition)
     if arguments.json:
-        show.print_json({"name": name, "sealed": chosen})
+        show.print_json({"name": name, "partition": arguments.partition})
     else:
-        print(f"{name}: sealed {', '.join(map(repr, chosen))}")
+        part = "the whole queue" if arguments.partition is None else repr(arguments.partition)
+        print(f"{name}: sealed {part}")
     return 0
 
 

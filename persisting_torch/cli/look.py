@@ -48,7 +48,8 @@ def _summary(folder: Path) -> dict[str, Any]:
         "bytes": size_on_disk(str(folder)),
         "samples": 0,
         "partitions": 0,
-        "sealed": 0,
+        "sealed_partitions": 0,
+        "sealed": False,
         "tasks": 0,
         "last_put": None,
     }
@@ -64,23 +65,30 @@ def _summary(folder: Path) -> dict[str, Any]:
 def _figures(ledger: Ledger) -> dict[str, Any]:
     try:
         with ledger.reading() as tx:
-            names = ("samples", "partitions", "sealed", "tasks", "last_put")
+            names = ("samples", "partitions", "sealed_partitions", "sealed", "tasks", "last_put")
             figures = tx.execute(
                 "SELECT (SELECT coalesce(max(first_row + count), 0) FROM runs)"
                 " - (SELECT coalesce(sum(count), 0) FROM cleared),"
                 " (SELECT count(*) FROM partitions), (SELECT count(sealed) FROM partitions),"
+                " EXISTS (SELECT 1 FROM meta WHERE key = 'sealed'),"
                 " (SELECT count(DISTINCT name) FROM tasks),"
                 " (SELECT value FROM meta WHERE key = 'last_put')"
             ).fetchone()
-            return dict(zip(names, figures, strict=True))
+            found = dict(zip(names, figures, strict=True))
+            return {**found, "sealed": bool(found["sealed"])}
     finally:
         ledger.close()
 
 
 def _ls_row(queue: dict[str, Any]) -> list[Any]:
-    names = ("name", "samples", "partitions", "sealed", "tasks")
-    last = queue.get("error") or show.ago(queue["last_put"])
-    return [*(queue[name] for name in names), show.size(queue["bytes"]), last]
+    partly = f"{queue['sealed_partitions']} of them" if queue["sealed_partitions"] else "no"
+    return [
+        *(queue[name] for name in ("name", "samples", "partitions")),
+        "yes" if queue["sealed"] else partly,
+        queue["tasks"],
+        show.size(queue["bytes"]),
+        queue.get("error") or show.ago(queue["last_put"]),
+    ]
 
 
 def stats(arguments: Namespace) -> int:

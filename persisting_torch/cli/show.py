@@ -60,7 +60,7 @@ def line(value: Any) -> str:
     if _is_tensor(value):
         text = f"{_dtype(value)} {tuple(value.shape)}"
         if value.numel() <= MOST_VALUES_SHOWN:
-            text += f" {_values(value)}"
+            text += f" {_rounded(_values(value))}"
         return text
     if isinstance(value, bytes) and len(value) > MOST_VALUES:
         return f"{len(value)} bytes {value[:16]!r}..."
@@ -153,6 +153,12 @@ def _values(tensor: torch.Tensor) -> Any:
     if tensor.is_floating_point():
         return tensor.double().tolist()
     return tensor.tolist()
+
+
+def _rounded(values: Any) -> str:
+    if isinstance(values, list):
+        return f"[{', '.join(map(_rounded, values))}]"
+    return f"{values:.6g}" if isinstance(values, float) else str(values)
 
 
 def _name_of(value: float) -> str:

@@ -51,6 +51,9 @@ class ConsumptionCheckpoint(Callback):
             cursor.overtaken = cursor.overtaken or dataset.cursor.holding
             dataset.cursor = cursor
         cursor.driven = True
+        former = self._loaders.get(dataset.identity)
+        if former is not None and former is not loader:
+            former.close()
         self._loaders[dataset.identity] = loader
 
     def commit_written(self, trainer: Trainer) -> None:
@@ -62,7 +65,6 @@ class ConsumptionCheckpoint(Callback):
         """End what reads ahead, and let the loaders count for themselves again."""
         for loader in self._loaders.values():
             loader.close()
-        self._loaders.clear()
         for cursor in self._cursors.values():
             cursor.driven = False
 

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-import numpy as np
-from numpy.typing import NDArray
 from tensordict import TensorDictBase
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -18,20 +14,15 @@ from persisting_torch.datasets.cursor import Cursor
 from persisting_torch.datasets.delivery import Delivery, Source
 from persisting_torch.datasets.handle import QueueHandle
 from persisting_torch.datasets.ranks import Ranks, discover
-from persisting_torch.datasets.reading import Pass, cut
-from persisting_torch.errors import PersistingError, WaitTimeout
+from persisting_torch.datasets.reading import Pass, listed_slices
+from persisting_torch.errors import PersistingError
 from persisting_torch.queue.names import check_name
 from persisting_torch.samplers import BaseSampler, ShuffleSampler
 
 if TYPE_CHECKING:
     from persisting_torch.queue import Queue
-    from persisting_torch.queue.claims import Assignment
 
 Last = Literal["drop", "pad", "split"]
-
-FIRST_NOTICE_SECONDS = 30.0
-
-log = logging.getLogger(__name__)
 
 
 class PersistingDataset(IterableDataset[Any]):
@@ -222,15 +213,10 @@ class PersistingDataset(IterableDataset[Any]):
     # Reading
 
     def begin(self) -> Pass:
-        """A new pass, from the cursor on, or over all that is ready now.
-
-        Raises PersistingError where no sample of the partition has the named fields.
-        """
-        ranks = self.ranks
+        """A new pass: from the cursor on, or over all that is ready now."""
         if not self.consume:
-            samples = self._snapshot()
-            self._epoch += 1
-            return Pass(self, 0, cut(samples, self.batch_size, ranks, pad=self.last == "pad"))
+            epoch, self._epoch = self._epoch, self._epoch + 1
+            return Pass(self, 0, listed_slices(self, epoch))
         cursor = self.cursor
         if cursor.state_taken is not None:
             self.commit(cursor.state_taken)
@@ -239,88 +225,6 @@ class PersistingDataset(IterableDataset[Any]):
         cursor.begin()
         assert cursor.position is not None
         return Pass(self, cursor.position, None)
-
-    def _snapshot(self) -> NDArray[np.int64]:
-        engine = self.handle.engine
-        samples: NDArray[np.int64] = engine.snapshot(self.partition_id, self.fields)
-        if not len(samples):
-            self._check_fields()
-            log.warning(
-                "partition %r of queue %r has no samples yet, so a pass over it gives no batch",
-                self.partition_id,
-                self.handle.name,
-            )
-        if self.shuffle_seed is not None:
-            rng = np.random.default_rng((self.shuffle_seed, self._epoch))
-            samples = rng.permutation(samples)
-        return samples
-
-    def read(
-        self, numbers: Iterable[int], slices: list[NDArray[np.int64]] | None, stop: threading.Event
-    ) -> Iterator[tuple[int, Any]]:
-        """The batches of these numbers, until the first that does not exist, or `stop`."""
-        for k in numbers:
-            if slices is not None:
-                if k >= len(slices) or stop.is_set():
-                    return
-                yield k, self._load(slices[k].tolist())
-                continue
-            assignment = self._await(k, stop)
-            if assignment is None:
-                if k == 0 and not stop.is_set():
-                    self._explain_no_batch()
-                return
-            yield k, self._load(list(assignment.slices[self.ranks.rank]))
-
-    def _await(self, k: int, stop: threading.Event) -> Assignment | None:
-        """Global batch k, waited for; a wait without limit says now and then what is missing."""
-        patience = FIRST_NOTICE_SECONDS
-        while True:
-            try:
-                return self.handle.engine.await_assignment(
-                    self.task_name,
-                    self.partition_id,
-                    k,
-                    batch_size=self.batch_size,
-                    dp_size=self.ranks.size,
-                    fields=self.fields,
-                    sampler=self.sampler,
-                    last=self.last,
-                    timeout=patience if self.timeout is None else self.timeout,
-                    stop=stop,
-                )
-            except WaitTimeout as error:
-                if self.timeout is not None:
-                    raise
-                log.warning("still waiting for global batch %d: %s", k, error)
-                patience *= 2
-
-    def _load(self, indexes: list[int]) -> Any:
-        batch = self.handle.engine.read_batch(self.partition_id, indexes, self.fields, pad=self.pad)
-        return batch if self.transform is None else self.transform(batch)
-
-    def _explain_no_batch(self) -> None:
-        """The partition is sealed and not even its first batch was formed: say why."""
-        self._check_fields()
-        ready = len(self.handle.engine.snapshot(self.partition_id, self.fields))
-        log.warning(
-            "partition %r of queue %r is sealed with %d samples ready, which make no global batch"
-            " of %d samples; last='split' or 'pad' would give them",
-            self.partition_id,
-            self.handle.name,
-            ready,
-            self.batch_size * self.ranks.size,
-        )
-
-    def _check_fields(self) -> None:
-        engine = self.handle.engine
-        there = len(engine.snapshot(self.partition_id, None))
-        if not there or len(engine.snapshot(self.partition_id, self.fields)):
-            return
-        raise PersistingError(
-            f"none of the {there} samples of {self.handle.name}/{self.partition_id} has all of the"
-            f" fields {self.fields}. Check the names in `fields`, and what the producers put."
-        )
 
     def close(self) -> None:
         """Close the queue, where this dataset opened it; a later iteration opens it again."""

@@ -6,13 +6,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningDataModule
+from lightning.fabric.plugins import Precision
+from lightning.pytorch import Callback, LightningDataModule, Trainer
 from tensordict import TensorDictBase
 
 from persisting_torch.datasets.consumption import ConsumptionCheckpoint
 from persisting_torch.datasets.dataset import Last, PersistingDataset
 from persisting_torch.datasets.handle import QueueHandle
 from persisting_torch.datasets.loader import PersistingDataLoader
+from persisting_torch.datasets.parcel import Parcel, wrap
 from persisting_torch.datasets.ranks import Ranks, discover
 from persisting_torch.queue import Queue
 from persisting_torch.samplers import BaseSampler
@@ -73,6 +75,7 @@ class PersistingDataModule(LightningDataModule):
         self.num_workers = num_workers
         self.prefetch_batches = prefetch_batches
         self.pin_memory = pin_memory
+        self._consumption: ConsumptionCheckpoint | None = None
         if val_partition_id is None and type(self).val_dataloader is _OWN_VAL_DATALOADER:
             # Lightning validates unless the hook is that of its own base class.
             self.val_dataloader = super().val_dataloader  # type: ignore[method-assign]
@@ -84,12 +87,12 @@ class PersistingDataModule(LightningDataModule):
     def setup(self, stage: str) -> None:
         self._handle.check()
         if self.trainer is not None:
-            self._consumption()
+            self._consumption = _installed(self.trainer)
 
     def train_dataloader(self) -> PersistingDataLoader:
         loader = self._loader(self._training_dataset())
-        if self.trainer is not None:
-            self._consumption().adopt(loader)
+        if self._consumption is not None:
+            self._consumption.adopt(loader)
         return loader
 
     def val_dataloader(self) -> PersistingDataLoader:
@@ -102,35 +105,22 @@ class PersistingDataModule(LightningDataModule):
         return self._evaluating(_required(self.predict_partition_id, "predict"))
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Repairs the batch size of TensorDicts, which 16- and 64-bit "true" precisions strip."""
-        if isinstance(batch, TensorDictBase) and not batch.batch_size and not batch.is_empty():
-            batch.auto_batch_size_(batch_dims=1)
-        # Lightning calls this hook of the data module in place of the model's own.
-        if self.trainer is not None and self.trainer.lightning_module is not None:
-            batch = self.trainer.lightning_module.on_before_batch_transfer(batch, dataloader_idx)
-        return batch
+        """Converts TensorDicts to the Trainer's precision, whole; the model's own hook follows."""
+        if self.trainer is None:
+            return batch
+        if isinstance(batch, Parcel):
+            batch = batch.unpack(self.trainer.precision_plugin.convert_input)
+        # Lightning calls this hook of the data module in place of the model's.
+        return self.trainer.lightning_module.on_before_batch_transfer(batch, dataloader_idx)
 
     def on_exception(self, exception: BaseException) -> None:
         # Checkpoints written on the way out, after ConsumptionCheckpoint had its turn.
-        if self.trainer is not None:
-            self._consumption().commit_written(self.trainer)
+        if self.trainer is not None and self._consumption is not None:
+            self._consumption.commit_written(self.trainer)
+        self._handle.close()
 
     def teardown(self, stage: str) -> None:
         self._handle.close()
-
-    def _consumption(self) -> ConsumptionCheckpoint:
-        """The Trainer's ConsumptionCheckpoint, which is added if it has none.
-
-        It comes first, so that whoever saves a checkpoint in a later callback finds the cursor
-        moved. Lightning restores callbacks after `setup`, hence also this one.
-        """
-        assert self.trainer is not None
-        callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
-        found = [each for each in callbacks if isinstance(each, ConsumptionCheckpoint)]
-        if not found:
-            found = [ConsumptionCheckpoint()]
-            callbacks.insert(0, found[0])
-        return found[0]
 
     def _training_dataset(self) -> PersistingDataset:
         return self._dataset(
@@ -166,6 +156,12 @@ class PersistingDataModule(LightningDataModule):
             return None
         return discover(sampler_kwargs=self.trainer.distributed_sampler_kwargs)
 
+    def _converts(self) -> bool:
+        """Whether the Trainer's precision converts inputs, which TensorDicts do not survive."""
+        if self.trainer is None:
+            return False
+        return type(self.trainer.precision_plugin).convert_input is not Precision.convert_input
+
     def _loader(self, dataset: PersistingDataset) -> PersistingDataLoader:
         pins = self.pin_memory
         if pins is None:
@@ -174,12 +170,28 @@ class PersistingDataModule(LightningDataModule):
         return PersistingDataLoader(
             dataset,
             num_workers=self.num_workers,
+            collate_fn=wrap if self._converts() else None,
             prefetch_batches=self.prefetch_batches,
             pin_memory=pins,
+            persistent_workers=self.num_workers > 0 and dataset.consume,
         )
 
 
 _OWN_VAL_DATALOADER = PersistingDataModule.val_dataloader
+
+
+def _installed(trainer: Trainer) -> ConsumptionCheckpoint:
+    """The Trainer's ConsumptionCheckpoint, which is added if it has none.
+
+    It comes first, so that whoever saves a checkpoint in a later callback finds the cursor moved.
+    Lightning restores callbacks after it has set up the data module, hence this one too.
+    """
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    found = [each for each in callbacks if isinstance(each, ConsumptionCheckpoint)]
+    if not found:
+        found = [ConsumptionCheckpoint()]
+        callbacks.insert(0, found[0])
+    return found[0]
 
 
 def _required(partition_id: str | None, stage: str) -> str:

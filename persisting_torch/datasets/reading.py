@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import logging
+import os
+import signal
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +17,18 @@ from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, get_worker_info
 
 from persisting_torch.datasets.ranks import Ranks
+from persisting_torch.errors import PersistingError, WaitTimeout
 
 if TYPE_CHECKING:
     from persisting_torch.datasets.dataset import PersistingDataset
+    from persisting_torch.queue.claims import Assignment
+
+Slices = list[NDArray[np.int64]]
+
+FIRST_NOTICE_SECONDS = 30.0
+GRACE_SECONDS = 5.0
+
+log = logging.getLogger(__name__)
 
 
 class Pass(IterableDataset[tuple[int, Any]]):
@@ -24,15 +37,10 @@ class Pass(IterableDataset[tuple[int, Any]]):
     Pickled into W workers, the w-th reads every W-th batch, so that a loader that asks them in turn
     gets all batches in order. `slices` are this rank's samples by batch number, where nothing is
     consumed. `lifeline`, in a worker, is a pipe whose closing (the loader's end, or its process's
-    death) ends a wait for samples.
+    death) ends a wait for samples, and then the worker.
     """
 
-    def __init__(
-        self,
-        dataset: PersistingDataset,
-        start: int,
-        slices: list[NDArray[np.int64]] | None,
-    ) -> None:
+    def __init__(self, dataset: PersistingDataset, start: int, slices: Slices | None) -> None:
         super().__init__()
         self.dataset = dataset
         self.start = start
@@ -45,8 +53,12 @@ class Pass(IterableDataset[tuple[int, Any]]):
         worker = get_worker_info()
         first, stride = (0, 1) if worker is None else (worker.id, worker.num_workers)
         numbers = itertools.count(self.start + first, stride)
-        for number, batch in self.dataset.read(numbers, self.slices, stop):
-            yield number, self.collate(batch)
+        if self.slices is None:
+            found = self._assigned(numbers, stop)
+        else:
+            found = _listed(self.slices, numbers, stop)
+        for number, indexes in found:
+            yield number, self.collate(self._load(indexes))
 
     def read_inline(self) -> Iterator[tuple[int, Any]]:
         """The same where nobody stops it."""
@@ -58,16 +70,73 @@ class Pass(IterableDataset[tuple[int, Any]]):
             threading.Thread(target=_watch, args=(self.lifeline, stop), daemon=True).start()
         return self.read(stop)
 
+    def _load(self, indexes: Sequence[int]) -> Any:
+        data = self.dataset
+        batch = data.handle.engine.read_batch(data.partition_id, indexes, data.fields, pad=data.pad)
+        return batch if data.transform is None else data.transform(batch)
+
+    def _assigned(
+        self, numbers: Iterable[int], stop: threading.Event
+    ) -> Iterator[tuple[int, Sequence[int]]]:
+        """This rank's slices of the task's global batches, until the partition's end."""
+        for k in numbers:
+            assignment = self._await(k, stop)
+            if assignment is None:
+                if k == 0 and not stop.is_set():
+                    explain_no_batch(self.dataset)
+                return
+            yield k, assignment.slices[self.dataset.ranks.rank]
+
+    def _await(self, k: int, stop: threading.Event) -> Assignment | None:
+        """Global batch k, waited for; a wait without limit says now and then what is missing."""
+        data = self.dataset
+        patience = FIRST_NOTICE_SECONDS
+        while True:
+            try:
+                return data.handle.engine.await_assignment(
+                    data.task_name,
+                    data.partition_id,
+                    k,
+                    batch_size=data.batch_size,
+                    dp_size=data.ranks.size,
+                    fields=data.fields,
+                    sampler=data.sampler,
+                    last=data.last,
+                    timeout=patience if data.timeout is None else data.timeout,
+                    stop=stop,
+                )
+            except WaitTimeout as error:
+                if data.timeout is not None:
+                    raise
+                log.warning("still waiting for global batch %d: %s", k, error)
+                patience *= 2
+
 
 def identity(batch: Any) -> Any:
     """Leaves a batch as it is; DataLoader's own collate function does not know TensorDicts."""
     return batch
 
 
-def cut(
-    samples: NDArray[np.int64], batch_size: int, ranks: Ranks, *, pad: bool
-) -> list[NDArray[np.int64]]:
-    """One rank's batches of all samples: as many as every other rank has.
+def listed_slices(dataset: PersistingDataset, epoch: int) -> Slices:
+    """One rank's batches of all samples that are ready now, in the epoch's order.
+
+    Raises PersistingError where no sample of the partition has the named fields.
+    """
+    samples = dataset.handle.engine.snapshot(dataset.partition_id, dataset.fields)
+    if not len(samples):
+        check_fields(dataset)
+        log.warning(
+            "partition %r of queue %r has no samples yet, so a pass over it gives no batch",
+            dataset.partition_id,
+            dataset.handle.name,
+        )
+    if dataset.shuffle_seed is not None:
+        samples = np.random.default_rng((dataset.shuffle_seed, epoch)).permutation(samples)
+    return cut(samples, dataset.batch_size, dataset.ranks, pad=dataset.last == "pad")
+
+
+def cut(samples: NDArray[np.int64], batch_size: int, ranks: Ranks, *, pad: bool) -> Slices:
+    """One rank's batches of these samples: as many as every other rank has.
 
     A remainder is padded to a full global batch with samples from the front, or split over the
     ranks as evenly as it goes, with padding only where it has fewer samples than there are ranks.
@@ -84,6 +153,48 @@ def cut(
     return batches
 
 
+def _listed(
+    slices: Slices, numbers: Iterable[int], stop: threading.Event
+) -> Iterator[tuple[int, Sequence[int]]]:
+    for number in numbers:
+        if number >= len(slices) or stop.is_set():
+            return
+        yield number, slices[number].tolist()
+
+
+def explain_no_batch(dataset: PersistingDataset) -> None:
+    """The partition is sealed and not even its first global batch could be formed: say why."""
+    check_fields(dataset)
+    ready = len(dataset.handle.engine.snapshot(dataset.partition_id, dataset.fields))
+    log.warning(
+        "partition %r of queue %r is sealed with %d samples ready, which make no global batch"
+        " of %d samples; last='split' or 'pad' would give them",
+        dataset.partition_id,
+        dataset.handle.name,
+        ready,
+        dataset.batch_size * dataset.ranks.size,
+    )
+
+
+def check_fields(dataset: PersistingDataset) -> None:
+    """Raise PersistingError where there are samples, and none of them has the named fields."""
+    engine = dataset.handle.engine
+    there = len(engine.snapshot(dataset.partition_id, None))
+    if not there or len(engine.snapshot(dataset.partition_id, dataset.fields)):
+        return
+    raise PersistingError(
+        f"none of the {there} samples of {dataset.handle.name}/{dataset.partition_id} has all of"
+        f" the fields {dataset.fields}. Check the names in `fields`, and what the producers put."
+    )
+
+
 def _watch(lifeline: Connection, stop: threading.Event) -> None:
+    """End this worker when its loader has ended.
+
+    A DataLoader tells its workers to end unless its process was killed. They would notice that by
+    their parent, which in the case of forkserver is not that process and lives as long as they do.
+    """
     lifeline.poll(None)
     stop.set()
+    time.sleep(GRACE_SECONDS)
+    os.kill(os.getpid(), signal.SIGTERM)

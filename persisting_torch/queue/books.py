@@ -65,7 +65,10 @@ class Books:
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
-        self.schema = Schema(ledger.place.queue)
+        self._forget()
+
+    def _forget(self) -> None:
+        self.schema = Schema(self.ledger.place.queue)
         self.runs = Runs()
         self.partitions: dict[str, Partition] = {}
         self.tasks: dict[tuple[str, str], Task] = {}
@@ -87,14 +90,19 @@ class Books:
         at = self.ledger.version()
         if at == self._at:
             return
-        self._read_names(tx)
-        self._read_runs(tx)
-        self._read_arrivals(tx)
-        self._read_late(tx)
-        self._read_cleared(tx)
-        self._read_tasks(tx)
-        self._read_claims(tx)
-        self._at = at
+        try:
+            self._read_names(tx)
+            self._read_runs(tx)
+            self._read_arrivals(tx)
+            self._read_late(tx)
+            self._read_cleared(tx)
+            self._read_tasks(tx)
+            self._read_claims(tx)
+            self._at = at
+        except BaseException:
+            # Ctrl-C, too, would leave a gap that no later refresh fills.
+            self._forget()
+            raise
 
     def _news(self, tx: sqlite3.Connection, table: str, columns: str) -> list[tuple[Any, ...]]:
         rows = tx.execute(

@@ -86,14 +86,9 @@ class Committer:
                 "INSERT INTO pending VALUES (?, ?, ?, ?)",
                 (which, first_row, len(table), json.dumps(note)),
             )
-        try:
-            store.append(table)
-        except BaseException:
-            if not self.recover():
-                raise
-        else:
-            with self.ledger.transaction() as tx:
-                self._enter(tx, which, first_row, note)
+        store.append(table)
+        with self.ledger.transaction() as tx:
+            self._enter(tx, which, first_row, note)
 
     def _store(self, which: str) -> RowStore:
         return self.rows if which == "data" else self.late

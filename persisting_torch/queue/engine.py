@@ -99,7 +99,7 @@ class Engine:
         self._error: BaseException | None = None
         self._lease_due = time.monotonic() + RENEW_SECONDS
         self._producers = 0
-        self.closed = False
+        self._closing = threading.RLock()
         if place.writable:
             with self.commit_lock:
                 self.committer.recover()
@@ -109,14 +109,14 @@ class Engine:
 
     # Checks
 
+    @property
+    def closed(self) -> bool:
+        return self.ledger.closed
+
     def check_open(self, *, writing: bool = False) -> None:
         """Raise unless the engine may be used (to write) in this process, at this time."""
         lifecycle.check_process(f"queue {self.place.queue!r}")
-        if self.closed:
-            raise QueueClosed(
-                f"queue {self.place.queue!r} was closed. Open it again with"
-                f" Queue({self.place.queue!r}, ...)."
-            )
+        self.ledger.check_open()
         if writing and not self.place.writable:
             raise PersistingError(
                 f"queue {self.place.queue!r} is read-only: {self.place.bucket} may not be written"
@@ -389,27 +389,35 @@ class Engine:
                 if oldest is not None and now - oldest >= interval:
                     self.writes.flush()
                 turns.append(max(0.005, min(interval / 4, 0.25)))
+        except QueueClosed:
+            pass  # by another thread, meanwhile
         except Exception as error:
-            if not self.closed:
-                self._error = error
-                turns.append(1.0)
+            self._error = error
         return min(turns)
 
     def close(self) -> None:
-        """Flush, end upkeep, give everything back. A second call does nothing."""
-        lifecycle.check_process(f"queue {self.place.queue!r}")
-        if self.closed:
+        """Flush, end upkeep, give everything back. A second call does nothing.
+
+        Raises FlushFailed if samples that wait cannot be written, and stays open. In the fork of a
+        process that has the queue open there is nothing to close.
+        """
+        if lifecycle.is_fork():
             return
-        self._error = None
-        self.writes.flush()
-        self.tending.stop()
-        with self.intake.lock:
-            self.closed = True
+        with self._closing:
+            if self.closed:
+                return
+            self._error = None
+            with self.intake.closing():
+                self.writes.flush()
+            self.tending.stop()
             lifecycle.unregister(self)
-            if self.place.writable:
-                self.intake.give_back()
-                end_lease(self.ledger, id(self))
-        self.ledger.close()
+            with self.intake.lock, self.ledger.lock:
+                try:
+                    if self.place.writable:
+                        self.intake.give_back()
+                        end_lease(self.ledger, id(self))
+                finally:
+                    self.ledger.close()
         self.commit_lock.close()
         self.hub.notify()
 

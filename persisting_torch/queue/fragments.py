@@ -66,6 +66,12 @@ class Fragment:
     files: tuple[str, ...]
     bytes: int  # of its data files
 
+    @property
+    def state(self) -> tuple[tuple[str, ...], str | None]:
+        """What changes when something is done to the fragment."""
+        deletions = self.metadata.deletion_file
+        return self.files, None if deletions is None else deletions.json()
+
     def row_ids(self) -> Int64s:
         """Ids of the rows that are not deleted, by physical offset."""
         ids = self.positions.in_order()
@@ -87,6 +93,7 @@ class FragmentTable:
         self.version = int(dataset.version)
         self.schema: pa.Schema = dataset.schema
         self.field_ids = {field.name(): field.id() for field in dataset.lance_schema.fields()}
+        self._widths = {field.name: _fixed_width(field.type) for field in self.schema}
         known = {} if before is None else before.positions
         self.positions: dict[int, Positions] = {
             i: known.get(i) or Positions.of(LanceFragment(dataset, i).metadata)
@@ -123,6 +130,10 @@ class FragmentTable:
                 bytes=sum(file.file_size_bytes or 0 for file in metadata.files),
             )
         return fragment
+
+    def width(self, column: str) -> int | None:
+        """Bytes of a value of the column, None where values differ."""
+        return self._widths[column]
 
     def locate(self, rows: Int64s) -> tuple[Int64s, Int64s]:
         """Slot and physical offset of each row id; slot -1 where no fragment has it.
@@ -192,3 +203,13 @@ class FragmentTable:
 
     def _positions(self, slot: int) -> Positions:
         return self.positions[self.ids[slot]]
+
+
+def _fixed_width(type: pa.DataType) -> int | None:
+    """Bytes of a value, None where values differ."""
+    if pa.types.is_fixed_size_list(type):
+        width = _fixed_width(type.value_type)
+        return None if width is None else width * int(type.list_size)
+    if pa.types.is_boolean(type):
+        return 1
+    return int(type.byte_width) if pa.types.is_primitive(type) else None

@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import json
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from tensordict import TensorDictBase
 
-from persisting_torch.errors import QueueSealed, SchemaError
+from persisting_torch.errors import QueueClosed, QueueSealed, SchemaError
 from persisting_torch.queue.books import Books
 from persisting_torch.queue.buffer import Buffer, Chunk
 from persisting_torch.queue.encode import (
@@ -54,6 +55,7 @@ class Intake:
         self.buffer = Buffer()
         self._next = self._end = 0
         self._reserved = FEWEST_RESERVED // 2
+        self._closed = False
 
     @property
     def full(self) -> bool:
@@ -157,7 +159,23 @@ class Intake:
         if len(chunk):
             self.buffer.add(chunk)
 
+    @contextmanager
+    def closing(self) -> Iterator[None]:
+        """Takes nothing in while the block runs, nor after it unless it fails."""
+        with self.lock:
+            self._closed = True
+        try:
+            yield
+        except BaseException:
+            self._closed = False
+            raise
+
     def _check_partition(self, partition: str) -> None:
+        if self._closed:
+            raise QueueClosed(
+                f"queue {self.books.schema.queue!r} is being closed by another thread: nothing more"
+                " can be put."
+            )
         books = self.books
         known = books.partitions.get(partition)
         if known is not None and known.sealed is None and books.sealed is None:

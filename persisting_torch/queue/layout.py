@@ -61,7 +61,6 @@ class Layout:
         self.table = table
         self.columns = tuple(name for name in columns if name in table.field_ids)
         self.schema = pa.schema([table.schema.field(name) for name in self.columns])
-        self._widths = {field.name: _fixed_width(field.type) for field in table.schema}
         self._cuts: dict[int, tuple[int, int]] = {}
 
     def cut(self, slot: int) -> tuple[int, int]:
@@ -70,13 +69,14 @@ class Layout:
         if cut is None:
             fragment = self.table.fragment(slot)
             count = fragment.positions.count
-            row_bytes = sum(self._widths[name] or 0 for name in self.columns)
-            if any(self._widths[name] is None for name in self.columns):
+            widths = [self.table.width(name) for name in self.columns]
+            row_bytes = sum(width or 0 for width in widths)
+            if None in widths:
                 stored = fragment.field_ids()
                 fixed = sum(
-                    width or 0
-                    for name, width in self._widths.items()
-                    if self.table.field_ids[name] in stored
+                    self.table.width(name) or 0
+                    for name, field_id in self.table.field_ids.items()
+                    if field_id in stored
                 )
                 row_bytes += max(16, fragment.bytes // count - fixed)
             blocks = max(round(count * row_bytes / BLOCK_BYTES), count // BLOCK_ROWS_MAX, 1)
@@ -142,13 +142,3 @@ class Layout:
             key = self.block(slot, offset // self.cut(slot)[0])
             parts.append(Part(slot, key, len(where), offsets[where] - key.start, where))
         return parts
-
-
-def _fixed_width(type: pa.DataType) -> int | None:
-    """Bytes of a value, None where values differ."""
-    if pa.types.is_fixed_size_list(type):
-        width = _fixed_width(type.value_type)
-        return None if width is None else width * int(type.list_size)
-    if pa.types.is_boolean(type):
-        return 1
-    return int(type.byte_width) if pa.types.is_primitive(type) else None

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from urllib.parse import quote
 
-from persisting_torch.errors import FormatError, WaitTimeout
+from persisting_torch.errors import FormatError, PersistingError, QueueClosed, WaitTimeout
 from persisting_torch.queue.place import Place
 
 LEDGER_FORMAT = 1
@@ -86,7 +86,9 @@ class Ledger:
     def __init__(self, place: Place, *, fsync: bool = False) -> None:
         self.place = place
         self.fsync = fsync
+        self.closed = False
         self.lock = threading.RLock()
+        self._watch_lock = threading.Lock()
         self._copy: tempfile.TemporaryDirectory[str] | None = None
         self.connection = self._connect()
         self._watcher = self._connect()
@@ -168,8 +170,17 @@ class Ledger:
         self._check_format(connection)
         return connection
 
+    def check_open(self) -> None:
+        """Raise QueueClosed if the queue was closed."""
+        if self.closed:
+            raise QueueClosed(
+                f"queue {self.place.queue!r} was closed. Open it again with"
+                f" Queue({self.place.queue!r}, ...)."
+            )
+
     def close(self) -> None:
-        with self.lock:
+        with self.lock, self._watch_lock:
+            self.closed = True
             self.connection.close()
             self._watcher.close()
             if self._copy is not None:
@@ -179,39 +190,51 @@ class Ledger:
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """All or nothing, alone among all processes; durable when the block ends."""
+        """All or nothing, alone among all processes; durable when the block ends.
+
+        Raises WaitTimeout if another process keeps the ledger locked, PersistingError if it cannot
+        be written.
+        """
         with self.lock:
+            self.check_open()
             assert not self._open_transaction, "a ledger transaction inside another"
             try:
+                self._open_transaction = True
                 self.connection.execute("BEGIN IMMEDIATE")
-            except sqlite3.OperationalError as error:
-                if "locked" not in str(error):
-                    raise
-                raise WaitTimeout(
-                    f"waited {BUSY_SECONDS:g} s to write the ledger of queue {self.place.queue!r}"
-                    f" ({self.place.ledger}): another process keeps it locked."
-                ) from error
-            self._open_transaction = True
-            try:
                 yield self.connection
                 self.connection.execute("COMMIT")
+            except sqlite3.OperationalError as error:
+                raise self._failure(error) from error
             finally:
                 self._open_transaction = False
                 if self.connection.in_transaction:
                     self.connection.execute("ROLLBACK")
 
+    def _failure(self, error: sqlite3.OperationalError) -> PersistingError:
+        where = f"the ledger of queue {self.place.queue!r} ({self.place.ledger})"
+        if "locked" in str(error):
+            return WaitTimeout(
+                f"waited {BUSY_SECONDS:g} s to write {where}: another process keeps it locked."
+                " See which one with `fuser`."
+            )
+        return PersistingError(
+            f"{where} cannot be written: {error}. Make room or access and try again."
+        )
+
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
         """Several reads of one state of the ledger."""
         with self.lock:
+            self.check_open()
             if self.connection.in_transaction:
                 yield self.connection
                 return
-            self.connection.execute("BEGIN")
             try:
+                self.connection.execute("BEGIN")
                 yield self.connection
             finally:
-                self.connection.execute("COMMIT")
+                if self.connection.in_transaction:
+                    self.connection.execute("COMMIT")
 
     def version(self) -> tuple[int, int]:
         """A value that differs once any process has changed the ledger since it was last asked."""
@@ -221,7 +244,9 @@ class Ledger:
 
     def watch(self) -> int:
         """The same for waiting: cheap, and never held up by this process's own transactions."""
-        return int(self._watcher.execute("PRAGMA data_version").fetchone()[0])
+        with self._watch_lock:
+            self.check_open()
+            return int(self._watcher.execute("PRAGMA data_version").fetchone()[0])
 
     # Indexes
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import multiprocessing
+import multiprocessing.util
 import os
 import signal
 import sys
@@ -13,6 +15,7 @@ from typing import Protocol
 
 from persisting_torch.errors import PersistingError
 from persisting_torch.queue import waiting
+from persisting_torch.queue.threads import threads
 
 LONGEST_TICK_SECONDS = 1.0
 SIGTERM_EXIT_CODE = 128 + signal.SIGTERM
@@ -40,6 +43,9 @@ def register(engine: Open) -> None:
     """Keep an engine ticking, and close it when the process ends or gets SIGTERM."""
     global _ticker, _used
     with _lock:
+        if not _used and multiprocessing.parent_process() is not None:
+            # Children of multiprocessing end without an end of the interpreter.
+            multiprocessing.util.Finalize(None, _close_all, exitpriority=0)
         _used = True
         _open[id(engine)] = engine
         if _ticker is None or not _ticker.is_alive():
@@ -52,6 +58,11 @@ def register(engine: Open) -> None:
 def unregister(engine: Open) -> None:
     with _lock:
         _open.pop(id(engine), None)
+
+
+def is_fork() -> bool:
+    """Whether this process is the fork of one that had used a queue."""
+    return bool(_forked_from)
 
 
 def check_process(what: str) -> None:
@@ -83,7 +94,10 @@ def _close_all() -> None:
         return
     with _lock:
         engines = list(_open.values())
-    _each(engines, lambda engine: engine.close())
+    try:
+        _each(engines, lambda engine: engine.close())
+    finally:
+        threads().end()
 
 
 def _each(engines: list[Open], action: Callable[[Open], None]) -> None:
@@ -112,6 +126,8 @@ def _listen_to_sigterm() -> None:
 
 
 def _exit_on_sigterm(number: int, frame: FrameType | None) -> None:
+    if signal.getsignal(signal.SIGTERM) is not _exit_on_sigterm:
+        return  # whoever came after us and calls us, as Lightning's Trainer does, ends the process
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     sys.exit(SIGTERM_EXIT_CODE)
 

@@ -6,6 +6,7 @@ import fcntl
 import os
 import threading
 import time
+import weakref
 from types import TracebackType
 
 from persisting_torch.errors import WaitTimeout
@@ -24,6 +25,10 @@ class FileLock:
     def __init__(self, path: str, *, limit: float = 120.0) -> None:
         self.path = path
         self.limit = limit
+        self._forget()
+        _locks.add(self)
+
+    def _forget(self) -> None:
         self._thread = threading.RLock()
         self._depth = 0
         self._file = -1
@@ -62,9 +67,11 @@ class FileLock:
 
     def release(self) -> None:
         self._depth -= 1
-        if not self._depth:
-            fcntl.flock(self._file, fcntl.LOCK_UN)
-        self._thread.release()
+        try:
+            if not self._depth:
+                fcntl.flock(self._file, fcntl.LOCK_UN)
+        finally:
+            self._thread.release()
 
     def close(self) -> None:
         """Give the file back; the lock must not be held."""
@@ -87,3 +94,16 @@ class FileLock:
         trace: TracebackType | None,
     ) -> None:
         self.release()
+
+
+def _after_fork_in_child() -> None:
+    # A file that both share would stay locked for as long as either lives.
+    for lock in tuple(_locks):
+        if lock._file >= 0:
+            os.close(lock._file)
+        lock._forget()
+
+
+_locks: weakref.WeakSet[FileLock] = weakref.WeakSet()
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import time
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -131,7 +132,7 @@ def _size_of_file(path: str) -> int:
 
 def _make(root: Path, queue: str) -> None:
     root.mkdir(parents=True, exist_ok=True)
-    with FileLock(str(root / ".make.lock")):
+    with closing(FileLock(str(root / ".make.lock"))) as lock, lock:
         mark = root / MARK
         if not mark.exists():
             draft = root / f".{MARK}"

@@ -6,7 +6,6 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -17,6 +16,7 @@ from persisting_torch.queue.engine import Engine
 from persisting_torch.queue.meta import BatchMeta
 from persisting_torch.queue.place import open_place
 from persisting_torch.queue.report import stats
+from persisting_torch.queue.threads import threads
 
 if TYPE_CHECKING:
     import lance
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
 
 Answer = TypeVar("Answer")
 RECORDS_A_STEP = 100
-THREADS = 16
-
-_threads: dict[int, ThreadPoolExecutor] = {}
 
 
 class Queue:
@@ -421,10 +418,7 @@ def _deadline(timeout: float | None) -> float:
 
 async def _in_thread(call: Callable[..., Answer], *arguments: Any) -> Answer:
     """Run what may touch the disk beside the event loop."""
-    threads = _threads.get(os.getpid())
-    if threads is None:
-        threads = _threads[os.getpid()] = ThreadPoolExecutor(THREADS, "persisting_torch")
-    return await asyncio.get_running_loop().run_in_executor(threads, call, *arguments)
+    return await asyncio.get_running_loop().run_in_executor(threads(), call, *arguments)
 
 
 def _check_options(

@@ -44,7 +44,7 @@ def stats(engine: Engine) -> dict[str, Any]:
             },
             "storage": {
                 "bytes": size_on_disk(engine.place.bucket),
-                "ledger_bytes": size_on_disk(engine.place.ledger),
+                "ledger_bytes": sum(size_on_disk(engine.place.ledger + end) for end in ("", "-wal")),
                 "fragments": engine.rows.fragments if engine.rows.exists() else 0,
                 "versions": engine.rows.versions if engine.rows.exists() else 0,
                 "upkeep_error": None if engine.tending.error is None else str(engine.tending.error),

@@ -8,7 +8,6 @@ none. A handle of a version never changes: refresh puts a newer one in its place
 from __future__ import annotations
 
 import copy
-import math
 import os
 import threading
 from collections.abc import Sequence
@@ -277,7 +276,8 @@ def _newest(dataset: lance.LanceDataset) -> lance.LanceDataset:
 
 def _rows_per_file(table: pa.Table) -> int:
     rows: int = table.num_rows
-    return math.ceil(rows / max(1, round(table.nbytes / FRAGMENT_BYTES)))
+    files: int = max(1, round(table.nbytes / FRAGMENT_BYTES))
+    return -(-rows // files)
 
 
 def _without_empty_columns(table: pa.Table) -> pa.Table:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -14,6 +15,7 @@ from persisting_torch.queue.intake import own_chunks
 from persisting_torch.queue.meta import BatchMeta
 from persisting_torch.queue.pacing import await_room
 from persisting_torch.queue.runs import Int64s
+from persisting_torch.queue.threads import undisturbed
 
 if TYPE_CHECKING:
     from persisting_torch.queue.engine import Engine
@@ -104,7 +106,7 @@ class Writes:
             with engine.ledger.lock:
                 late = engine.late.compose(chunk, indexes, engine.books.schema)
             keys = [(meta.partition_id, key, index, tag) for key, index, tag in tags]
-            engine.committer.append_late(late, meta.partition_id, keys)
+            undisturbed(engine.committer.append_late, late, meta.partition_id, keys)
             engine.hub.notify()
         return meta
 
@@ -128,6 +130,12 @@ class Writes:
 
     def flush(self) -> None:
         """Write all that waits. Raises FlushFailed, with the samples kept, if it cannot."""
+        with self.intake.lock:
+            waiting = self._in_memory()
+        if waiting:
+            undisturbed(self._flush)
+
+    def _flush(self) -> None:
         with self._flush_lock:
             with self.intake.lock:
                 chunks = self._flushing = self.intake.buffer.take()
@@ -138,7 +146,13 @@ class Writes:
                 with self.engine.metrics.timed("flush", sum(map(len, chunks))):
                     self._commit(chunks)
                 done = True
-            except (OSError, PersistingError, ValueError, RuntimeError) as error:
+            except (
+                OSError,
+                PersistingError,
+                ValueError,
+                RuntimeError,
+                sqlite3.Error,
+            ) as error:
                 raise FlushFailed(
                     f"queue {self.engine.place.queue!r}: {sum(map(len, chunks))} samples could not"
                     f" be written to {self.engine.place.bucket}: {error}. They are kept in memory;"

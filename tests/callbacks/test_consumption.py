@@ -437,7 +437,7 @@ def test_validating_a_checkpoint_moves_no_cursor_and_misses_no_callback(tmp_path
     fit(Counting(SAMPLES), data, tmp_path, every_step(tmp_path), max_steps=4)
     run = trainer(tmp_path)
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*callbacks used to create the checkpoint.*")
+        warnings.filterwarnings("error", message=".*add the following.*ConsumptionCheckpoint.*")
         run.validate(
             Counting(SAMPLES), data, ckpt_path=tmp_path / "steps" / "step=2.ckpt", verbose=False
         )

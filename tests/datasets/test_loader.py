@@ -22,6 +22,12 @@ from persisting_torch import PersistingDataLoader, PersistingDataset, WaitTimeou
 from tests.datasets.counting import committed, fill
 
 
+@pytest.fixture(autouse=True, scope="module")
+def quick_workers():
+    """Workers whose imports are done before they start."""
+    multiprocessing.set_forkserver_preload(["persisting_torch.datasets.loader"])
+
+
 def loader_of(path: Path, *, dataset: dict[str, Any] | None = None, **options: Any):
     given = {"batch_size": 4, "fields": ["uid"], "timeout": 30.0} | (dataset or {})
     return PersistingDataLoader(PersistingDataset("q", storage_path=path, **given), **options)
@@ -231,6 +237,8 @@ def test_workers_that_wait_for_samples_end_when_their_trainer_is_killed(tmp_path
     fill(tmp_path, 4, seal=False)
     code = textwrap.dedent(
         f"""
+        import sys
+        sys.path.insert(0, {str(Path(__file__).parents[2])!r})
         from persisting_torch import PersistingDataLoader, PersistingDataset
 
         if __name__ == "__main__":

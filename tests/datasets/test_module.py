@@ -85,15 +85,23 @@ def test_without_a_validation_partition_validation_is_skipped(tmp_path):
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true", "64-true", "bf16-mixed"])
 def test_every_precision_leaves_batches_their_batch_size(tmp_path, precision):
     class Look(Counting):
+        texts = "abcdefgh"
+        wanted = {"b": torch.bfloat16, "6": torch.float64}.get(precision[0], torch.float32)
+        wanted = torch.float32 if "mixed" in precision else wanted
+
         def training_step(self, batch: TensorDict, batch_idx: int) -> torch.Tensor:
             assert batch.batch_size == (2,)
             assert batch["more"].batch_size[:1] == (2,)
-            assert len(batch["text"]) == 2
+            assert list(batch["text"]) == [self.texts[uid] for uid in batch["uid"]]
+            assert batch["long"].layout == torch.jagged
+            assert batch["more", "x"].dtype == batch["long"].dtype == self.wanted
             return super().training_step(batch, batch_idx)
 
     with Queue("q", tmp_path) as queue:
         numbers = TensorDict({"uid": torch.arange(8), "more": {"x": torch.rand(8, 3)}}, [8])
-        numbers["text"] = list("abcdefgh")
+        numbers["text"] = list(Look.texts)
+        ragged = [torch.rand(n + 1) for n in range(8)]
+        numbers["long"] = torch.nested.nested_tensor(ragged, layout=torch.jagged)
         queue.sync.put(numbers)
         queue.sync.seal()
     model = Look(8)

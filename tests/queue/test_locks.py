@@ -56,7 +56,6 @@ def test_threads_never_hold_it_at_once(tmp_path, shared):
                 before = number[0]
                 time.sleep(0)
                 number[0] = before + 1
-        lock.close()
 
     threads = [threading.Thread(target=count_up) for _ in range(4)]
     for thread in threads:
