@@ -149,12 +149,15 @@ class Net(LightningModule):
 
 
 class Report(Callback):
-    """Tells the parent process that training has begun, and which step it has reached."""
+    """Tells the parent process that the trainer runs, and which step it has reached."""
 
     def __init__(self, step: Synchronized[int]) -> None:
         self.step = step
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.step.value = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.step.value = trainer.global_step
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
@@ -209,50 +212,54 @@ def main() -> int:
         queue.sync.put(samples(list(held), held_labels.tolist(), [-1] * len(held)), "val")
         queue.sync.seal("val")
         say(f"{len(images):,} digits to train on, {len(held):,} held out for validation")
-
-        context = multiprocessing.get_context("spawn")
-        begin, step = context.Event(), context.Value("i", -1)
-        producers = [context.Process(target=produce, args=(n, begin)) for n in range(2)]
-        trainer = context.Process(target=train, args=(total, step, None))
-        for process in (trainer, *producers):
-            process.start()
-
-        wait_for(lambda: step.value == 0, trainer)
-        say(f"the trainer (process {trainer.pid}) is running and waits; the producers begin")
-        begin.set()
-
-        wait_for(lambda: half_way(step.value, total), trainer, *producers)
-        trainer.kill()
-        trainer.join()
-        assert trainer.exitcode == -signal.SIGKILL
-        say(f"the trainer is killed at step {step.value}, with {put(queue):,} samples put so far")
-
-        last = max(STEPS.glob("*.ckpt"), key=lambda path: int(path.stem.split("=")[1]))
-        trainer = context.Process(target=train, args=(total, step, last))
-        trainer.start()
-        wait_for(lambda: trainer.is_alive() and step.value != 0, trainer, *producers)
-        say(f"the trainer is started again from {last}")
-
-        for process in producers:
-            process.join()
-            require(process.exitcode == 0, "a producer failed")
-        queue.sync.seal("train")
-        say(f"all {put(queue):,} samples are put, and the partition is sealed")
-        trainer.join()
-        require(trainer.exitcode == 0, "the trainer failed")
-        books = queue.engine.books_of("train", "train")
+        play(queue, total)
+        by_queue = queue.engine.books_of("train", "train")
 
     end = torch.load(END / "end.ckpt", weights_only=True)["state_dict"]
-    weights = {
+    by_weights = {
         "put": total,
         "once": int((end["trained"] == 1).sum()),
         "twice": int((end["trained"] > 1).sum()),
         "never": int((end["trained"] == 0).sum()),
     }
     accuracy = float(end["accuracy"])
-    show(books, weights, accuracy, time.monotonic() - began)
-    exact = books == weights == {"put": total, "once": total, "twice": 0, "never": 0}
+    show(by_queue, by_weights, accuracy, time.monotonic() - began)
+    exact = by_queue == by_weights == {"put": total, "once": total, "twice": 0, "never": 0}
     return 0 if exact and accuracy > ACCURACY_WANTED else 1
+
+
+def play(queue: Queue, total: int) -> None:
+    """Make digits and train on them, with a kill half way, until all are put and trained."""
+    context = multiprocessing.get_context("spawn")
+    begin, step = context.Event(), context.Value("i", -1)
+    producers = [context.Process(target=produce, args=(n, begin)) for n in range(2)]
+    trainer = context.Process(target=train, args=(total, step, None))
+    for process in (trainer, *producers):
+        process.start()
+    wait_for(lambda: step.value == 0, trainer)
+    say(f"the trainer (process {trainer.pid}) is running and waits; two producers begin")
+    begin.set()
+
+    wait_for(lambda: half_way(step.value, total), trainer, *producers)
+    trainer.kill()
+    trainer.join()
+    require(trainer.exitcode == -signal.SIGKILL, "the trainer ended before it could be killed")
+    say(f"the trainer is killed at step {step.value}, with {put(queue):,} samples put so far")
+
+    last = max(STEPS.glob("*.ckpt"), key=lambda path: int(path.stem.split("=")[1]))
+    step.value = -1
+    trainer = context.Process(target=train, args=(total, step, last))
+    trainer.start()
+    wait_for(lambda: step.value > 0, trainer, *producers)
+    say(f"a new trainer (process {trainer.pid}) goes on from {last}")
+
+    for process in producers:
+        process.join()
+        require(process.exitcode == 0, "a producer failed")
+    queue.sync.seal("train")
+    say(f"all {put(queue):,} samples are put, and the partition is sealed")
+    trainer.join()
+    require(trainer.exitcode == 0, "the trainer failed")
 
 
 def half_way(step: int, total: int) -> bool:

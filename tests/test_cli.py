@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import pty
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -138,6 +140,17 @@ def test_ls_shows_a_table_and_goes_on_past_a_queue_that_it_cannot_read(
     assert lines[2].split()[:3] == ["rollouts", "42", "2"]
 
 
+def test_a_terminal_gets_a_drawn_table(data: Path) -> None:
+    pytest.importorskip("rich")
+    shown, terminal = pty.openpty()
+    run = subprocess.run([*COMMAND, "ls", str(data)], stdout=terminal, check=False, env=ENVIRONMENT)
+    text = os.read(shown, 1 << 16).decode()
+    os.close(terminal)
+    os.close(shown)
+    assert run.returncode == 0
+    assert "\u2502 rollouts" in text
+
+
 def test_ls_and_help_load_neither_torch_nor_lance(data: Path) -> None:
     code = """
         import sys
@@ -214,6 +227,13 @@ def test_verify_finds_rows_that_are_gone_and_exits_with_1(command: Any, data: Pa
     code, out, _ = command("verify", "rollouts", "--json")
     assert code == 1
     assert "cannot be read" in json.loads(out)["faults"][0]
+
+
+def test_verify_finds_late_fields_that_are_gone(command: Any, data: Path) -> None:
+    shutil.rmtree(data / "rollouts/bucket-0/late.lance")
+    code, out, _ = command("verify", "rollouts")
+    assert code == 1
+    assert "late fields in rows 0 to 9 cannot be read" in out
 
 
 @pytest.mark.parametrize("ending", ["parquet", "arrow"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sqlite3
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
@@ -57,7 +58,7 @@ def _summary(folder: Path) -> dict[str, Any]:
         place = replace(place_of(folder), writable=False)
         if os.path.exists(place.ledger):
             found.update(_figures(Ledger(place)))
-    except PersistingError as error:
+    except (PersistingError, sqlite3.DatabaseError) as error:
         found["error"] = str(error)
     return found
 

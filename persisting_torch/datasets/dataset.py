@@ -60,8 +60,19 @@ class PersistingDataset(IterableDataset[Any]):
             with `consume=False`, anew for each epoch (see `set_epoch`).
         transform: applied to each batch where it is read (in the prefetching thread or a worker).
 
-    Raises, when the first batch is asked for: PersistingError where there is no such queue or no
-    sample has the named fields; WaitTimeout; ProducerFailed.
+    Raises, when a batch is asked for: PersistingError where there is no such queue or no sample has
+    the named fields; WaitTimeout; ProducerFailed.
+
+    >>> import tempfile, torch
+    >>> from persisting_torch import Queue
+    >>> queue = Queue("rollouts", tempfile.mkdtemp())
+    >>> _ = queue.sync.put([{"reward": torch.tensor(float(i))} for i in range(5)])
+    >>> queue.sync.seal()
+    >>> for batch in PersistingDataset(queue, batch_size=2, last="split"):
+    ...     print(batch["reward"])
+    tensor([0., 1.])
+    tensor([2., 3.])
+    tensor([4.])
     """
 
     def __init__(

@@ -38,6 +38,20 @@ class PersistingDataLoader(DataLoader[Any]):
     iteration goes on with the batch that they would give next.
 
     Raises ValueError for arguments that contradict the above.
+
+    >>> import tempfile, torch
+    >>> from persisting_torch import PersistingDataset, Queue
+    >>> queue = Queue("rollouts", tempfile.mkdtemp())
+    >>> _ = queue.sync.put([{"reward": torch.tensor(float(i))} for i in range(6)])
+    >>> queue.sync.seal()
+    >>> loader = PersistingDataLoader(PersistingDataset(queue, batch_size=2))
+    >>> for batch in loader:
+    ...     state = loader.state_dict()  # goes into a checkpoint, beside the weights
+    ...     break
+    >>> loader = PersistingDataLoader(PersistingDataset(queue, batch_size=2))
+    >>> loader.load_state_dict(state)
+    >>> [batch["reward"].tolist() for batch in loader]
+    [[2.0, 3.0], [4.0, 5.0]]
     """
 
     dataset: PersistingDataset

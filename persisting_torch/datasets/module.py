@@ -33,6 +33,26 @@ class PersistingDataModule(LightningDataModule):
     The arguments are those of PersistingDataset and PersistingDataLoader; `pin_memory=None` pins
     where the Trainer runs on CUDA. The queue has to exist when training starts; it is opened in
     `setup` and, if given by name, closed in `teardown`.
+
+    >>> import tempfile, torch
+    >>> from lightning.pytorch import LightningModule, Trainer
+    >>> from persisting_torch import Queue
+    >>> class Mean(LightningModule):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.mean = torch.nn.Parameter(torch.zeros(()))
+    ...     def training_step(self, batch):
+    ...         return ((batch["reward"] - self.mean) ** 2).mean()
+    ...     def configure_optimizers(self):
+    ...         return torch.optim.SGD(self.parameters(), lr=0.1)
+    >>> queue = Queue("rollouts", tempfile.mkdtemp())
+    >>> _ = queue.sync.put([{"reward": torch.tensor(1.0)}] * 100)
+    >>> queue.sync.seal()
+    >>> quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    >>> trainer = Trainer(accelerator="cpu", max_epochs=1, enable_checkpointing=False, **quiet)
+    >>> trainer.fit(Mean(), PersistingDataModule(queue, batch_size=10))
+    >>> trainer.global_step
+    10
     """
 
     def __init__(

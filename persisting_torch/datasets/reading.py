@@ -21,7 +21,7 @@ from persisting_torch.errors import PersistingError, WaitTimeout
 
 if TYPE_CHECKING:
     from persisting_torch.datasets.dataset import PersistingDataset
-    from persisting_torch.queue.claims import Assignment
+    from persisting_torch.queue.assignments import Assignment
 
 Slices = list[NDArray[np.int64]]
 

@@ -171,6 +171,9 @@ class Books:
                 where = self._by_id[partition].name
                 task = Task(number, name, partition, epoch)
                 self._tasks_by_id[number] = self.tasks[name, where] = task
+                folded = tx.execute("SELECT members FROM consumed WHERE task = ?", (number,))
+                for (members,) in folded:
+                    task.taken |= BitMap64.deserialize(members)
                 for key in [key for key in self._views if key[:2] == (name, where)]:
                     del self._views[key]
             task.cursor = cursor

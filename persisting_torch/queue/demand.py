@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from persisting_torch.errors import WaitTimeout
-from persisting_torch.queue.claims import Assignment, End, Last, Order, Sampler
+from persisting_torch.queue.assignments import Assignment, End, Last, Order
+from persisting_torch.queue.claims import Sampler
 from persisting_torch.queue.producers import check_producers
 from persisting_torch.queue.waiting import News
 
@@ -44,11 +45,15 @@ class Demand:
         while True:
             engine.writes.flush_partition(self.partition)
             order = self._order()
-            found = engine.claims.assignment(order, k)
+            found = engine.assignments.assignment(order, k)
             if isinstance(found, Assignment):
                 return found
             if found is End or not self._wait_for_news(news, order, deadline, limit, stop):
                 return None
+
+    def recut(self, k: int) -> None:
+        """Form the batches from k on anew, where they were formed for other sizes."""
+        self.engine.assignments.recut(self._order(), k)
 
     def _order(self) -> Order:
         return Order(

@@ -24,8 +24,9 @@ from persisting_torch.errors import (
     QueueClosed,
 )
 from persisting_torch.queue import lifecycle
+from persisting_torch.queue.assignments import Assignment, Assignments, Last
 from persisting_torch.queue.books import Books
-from persisting_torch.queue.claims import Assignment, Claims, Last, Sampler
+from persisting_torch.queue.claims import Claims, Sampler
 from persisting_torch.queue.commit import Committer
 from persisting_torch.queue.demand import LONGEST_WAIT_SECONDS, Demand
 from persisting_torch.queue.intake import Intake
@@ -80,6 +81,7 @@ class Engine:
         self.rows = RowStore(place.data, fsync=fsync)
         self.late = LateFields(RowStore(place.late, fsync=fsync), self.books)
         self.claims = Claims(self.ledger, self.books)
+        self.assignments = Assignments(self.ledger, self.books)
         self.intake = Intake(
             self.ledger,
             self.books,
@@ -320,15 +322,27 @@ class Engine:
         demand = Demand(self, task, partition, fields, batch_size, dp_size, last, sampler)
         return demand.wait(k, LONGEST_WAIT_SECONDS if timeout is None else timeout, stop)
 
+    def recut(
+        self, task: str, partition: str, k: int, *, batch_size: int, dp_size: int = 1
+    ) -> None:
+        """A run resumes at batch k: batches from k on that were formed for other sizes are undone.
+
+        Their samples are available again, and batch k is the first of the new sizes. Nothing
+        happens where the sizes are the same.
+        """
+        self.check_open(writing=True)
+        _check_batch_size(batch_size)
+        Demand(self, task, partition, None, batch_size, dp_size, "drop", None).recut(k)
+
     def cursor(self, task: str, partition: str) -> int:
         """Global batches of the task below the cursor are consumed for good."""
         self.check_open()
-        return self.claims.cursor(task, partition)
+        return self.assignments.cursor(task, partition)
 
     def commit_cursor(self, task: str, partition: str, k: int) -> None:
         """Global batches below k are consumed for good."""
         self.check_open(writing=True)
-        self.claims.commit_cursor(task, partition, k)
+        self.assignments.commit_cursor(task, partition, k)
 
     def books_of(self, task: str, partition: str) -> dict[str, int]:
         """How often each sample of the partition is in a committed global batch of the task.
@@ -336,10 +350,10 @@ class Engine:
         Counts of samples: "put", "once", "twice" (or more), "never".
         """
         self.check_open()
-        cursor = self.claims.cursor(task, partition)
+        cursor = self.assignments.cursor(task, partition)
         trained = [
             index
-            for k, indexes in self.claims.assigned(task, partition)
+            for k, indexes in self.assignments.assigned(task, partition)
             if k < cursor
             for index in indexes
         ]

@@ -52,7 +52,8 @@ CREATE TABLE claims (
 CREATE INDEX claims_of_task ON claims (task);
 CREATE TABLE consumed (task INTEGER PRIMARY KEY, seq INTEGER NOT NULL, members BLOB NOT NULL);
 CREATE TABLE assignments (
-    task INTEGER NOT NULL, k INTEGER NOT NULL, sizes TEXT NOT NULL, padding TEXT NOT NULL,
+    task INTEGER NOT NULL, k INTEGER NOT NULL,
+    batch_size INTEGER NOT NULL, sizes TEXT NOT NULL, padding TEXT NOT NULL,
     first INTEGER NOT NULL, count INTEGER NOT NULL, members BLOB,
     PRIMARY KEY (task, k)) WITHOUT ROWID;
 CREATE TABLE rank_batches (

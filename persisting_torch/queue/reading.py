@@ -46,6 +46,7 @@ class Reader:
         self._layouts: dict[tuple[str, ...], Layout] = {}
         self._recent: deque[dict[BlockKey, int]] = deque(maxlen=HISTORY)  # blocks, their bytes
         self._ends: deque[int] = deque(maxlen=HISTORY)  # row ids after the long runs
+        self._led: BlockKey | None = None  # the block that was last read ahead from
         self._lock = threading.Lock()
 
     def read(self, table: FragmentTable, rows: Int64s, columns: Sequence[str]) -> pa.Table:
@@ -125,6 +126,9 @@ class Reader:
         A stream: requests keep coming back to a few blocks or go on to the ones after them.
         """
         asked = {part.key: layout.bytes(part.slot, part.key) for part in parts}
+        if all(self._cache.holds(part) for part in parts):
+            self._recent.append(asked)
+            return True
         with self._lock:
             seen = {key: size for request in self._recent for key, size in request.items()}
             self._recent.append(asked)
@@ -138,12 +142,14 @@ class Reader:
 
     def _next_blocks(self, layout: Layout, part: Part) -> list[tuple[int, BlockKey]]:
         """What to read ahead after a block, if a stream led to it."""
+        if part.key == self._led:
+            return []
         sources = (part.key, layout.before(part.slot, part.key))
         with self._lock:
             earlier = list(self._recent)[:-1]
         ahead: list[tuple[int, BlockKey]] = []
         if any(source in request for request in earlier for source in sources):
-            size = 0
+            self._led, size = part.key, 0
             for slot, key in layout.after(part.slot, part.key):
                 ahead.append((slot, key))
                 size += layout.bytes(slot, key)

@@ -44,7 +44,9 @@ def stats(engine: Engine) -> dict[str, Any]:
             },
             "storage": {
                 "bytes": size_on_disk(engine.place.bucket),
-                "ledger_bytes": sum(size_on_disk(engine.place.ledger + end) for end in ("", "-wal")),
+                "ledger_bytes": sum(
+                    size_on_disk(engine.place.ledger + end) for end in ("", "-wal")
+                ),
                 "fragments": engine.rows.fragments if engine.rows.exists() else 0,
                 "versions": engine.rows.versions if engine.rows.exists() else 0,
                 "upkeep_error": None if engine.tending.error is None else str(engine.tending.error),
@@ -79,6 +81,7 @@ def verify(engine: Engine) -> list[str]:
         columns = [variant.column for f in schema.fields.values() for variant in f.variants]
         gone = np.sort(books.runs.rows_of(np.array(books.cleared_indexes.to_array(), np.int64)))
         arrived = sum(len(partition.arrived) for partition in books.partitions.values())
+        late = list(books.late_seen)
     faults += [f"ledger: {text}" for text in damage]
     if engine.rows.exists():
         engine.rows.refresh()
@@ -91,6 +94,11 @@ def verify(engine: Engine) -> list[str]:
         rows = np.setdiff1d(np.arange(start, min(start + VERIFY_STEP, total, stored)), gone)
         if len(rows):
             faults += _verify_rows(engine, rows, columns)
+    for _, names, first, count in late:
+        columns = [variant.column for name in names for variant in schema.fields[name].variants]
+        for start in range(first, first + count, VERIFY_STEP):
+            rows = np.arange(start, min(start + VERIFY_STEP, first + count))
+            faults += _verify_late(engine, rows, columns)
     return faults
 
 
@@ -99,14 +107,26 @@ def _verify_rows(
 ) -> list[str]:
     try:
         table = engine.rows.read(rows, ["_index", *columns])
+        table.validate(full=True)
     except (OSError, KeyError, ValueError) as error:
         kept = _not_cleared_since(engine, rows)
         if 0 < len(kept) < len(rows):
             return _verify_rows(engine, kept, columns)
         return [f"rows {rows[0]} to {rows[-1]} cannot be read: {error}"] if len(kept) else []
-    table.validate(full=True)
     wrong = table["_index"].to_numpy() != engine.books.runs.indexes_of(rows)
     return [f"row {row} holds another sample than the ledger says" for row in rows[wrong][:10]]
+
+
+def _verify_late(
+    engine: Engine, rows: np.ndarray[Any, np.dtype[np.int64]], columns: list[str]
+) -> list[str]:
+    try:
+        table = engine.late.store.read(rows, ["_index", *columns])
+        table.validate(full=True)
+    except (OSError, KeyError, ValueError) as error:
+        return [f"late fields in rows {rows[0]} to {rows[-1]} cannot be read: {error}"]
+    stray = engine.books.runs.rows_of(table["_index"].to_numpy()) < 0
+    return [f"late row {row} is of a sample that is not there" for row in rows[stray][:10]]
 
 
 def _not_cleared_since(

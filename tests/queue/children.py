@@ -25,11 +25,12 @@ NOBODY = 65534
 LONGEST = 60.0
 
 NURSERY = """
-import json, os, select, sys
+import atexit, gc, json, os, select, sys, threading, traceback
 import torch
 import persisting_torch.queue.kv, persisting_torch.queue.queue
 import persisting_torch.queue.report, persisting_torch.samplers
 
+gc.freeze()
 folders = {}
 while True:
     ready, _, _ = select.select([0], [], [], 0.005)
@@ -60,9 +61,28 @@ for number, name in ((0, os.devnull), (1, "out"), (2, "err")):
     os.close(opened)
 sys.argv = [order["path"], *order["arguments"]]
 for name in list(globals()):
-    if not name.startswith("__") and name not in ("sys", "order"):
+    if not name.startswith("__") and name not in ("atexit", "os", "order", "sys", "traceback"):
         del globals()[name]
-exec(compile(open(order["path"]).read(), order["path"], "exec"), globals())
+script = compile(open(order["path"]).read(), order["path"], "exec")
+if order["whole_end"]:
+    exec(script, globals())
+    sys.exit()
+
+# All that users can see of an interpreter's end, without its second of tearing down modules.
+status = 0
+try:
+    exec(script, {"__name__": "__main__"})
+except SystemExit as exit:
+    status = exit.code or 0
+except BaseException:
+    status = 1
+    traceback.print_exc()
+import threading
+threading._shutdown()
+atexit._run_exitfuncs()
+sys.stdout.flush()
+sys.stderr.flush()
+os._exit(status)
 """
 
 
@@ -134,7 +154,7 @@ def _nursery() -> tuple[subprocess.Popen[str], Path]:
 _numbers = itertools.count()
 
 
-def start(script: str, *arguments: object) -> Child:
+def start(script: str, *arguments: object, whole_end: bool = False) -> Child:
     """Run a script in a process of its own."""
     process, base = _nursery()
     folder = base / str(next(_numbers))
@@ -142,7 +162,12 @@ def start(script: str, *arguments: object) -> Child:
     folder.chmod(0o777)
     path = folder / "script.py"
     path.write_text(textwrap.dedent(script))
-    order = {"folder": str(folder), "path": str(path), "arguments": list(map(str, arguments))}
+    order = {
+        "folder": str(folder),
+        "path": str(path),
+        "arguments": list(map(str, arguments)),
+        "whole_end": whole_end,
+    }
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write(json.dumps(order) + "\n")
@@ -150,8 +175,8 @@ def start(script: str, *arguments: object) -> Child:
     return Child(folder, int(process.stdout.readline()))
 
 
-def run(script: str, *arguments: object, status: int = 0) -> Child:
+def run(script: str, *arguments: object, status: int = 0, whole_end: bool = False) -> Child:
     """Run a script to its end, which has to have this exit status."""
-    child = start(script, *arguments)
+    child = start(script, *arguments, whole_end=whole_end)
     assert child.wait() == status, child.err
     return child

@@ -81,7 +81,7 @@ for x in range(5):
 
 
 def test_the_end_of_the_interpreter_flushes(tmp_path):
-    children.run(EXIT, tmp_path)
+    children.run(EXIT, tmp_path, whole_end=True)
     assert stored(tmp_path) == [0, 1, 2, 3, 4]
 
 
@@ -190,9 +190,9 @@ from persisting_torch import Queue
 queue = Queue("q", sys.argv[1], batch_size=10)
 """
     chance = random.Random(body)
-    for turn in range(3):
+    for turn in range(4):
         path = tmp_path / str(turn)
-        child = children.start(begin + body, path)
+        child = children.start(begin + body, path, whole_end=turn == 0)
         child.await_line()
         time.sleep(chance.uniform(0.0, 0.12))
         child.send(signal.SIGTERM)
@@ -230,30 +230,25 @@ def test_sigterm_does_not_replace_a_handler_of_the_user(tmp_path):
 def test_ctrl_c_at_any_moment_loses_nothing_and_leaves_the_queue_usable(tmp_path):
     children.run(
         """
-        import os, random, signal, sys, threading, time
+        import random, signal, sys, time
         import numpy as np
         from persisting_torch import Queue
 
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
         chance = random.Random(7)
         queue = Queue("q", sys.argv[1], batch_size=4)
         done, claimed, x = [], [], 0
         ending = time.monotonic() + 4
         interrupts = 0
         while time.monotonic() < ending:
-            timer = threading.Timer(
-                chance.uniform(0, 0.03), os.kill, (os.getpid(), signal.SIGINT)
-            )
-            timer.start()
+            signal.setitimer(signal.ITIMER_REAL, chance.uniform(0.0001, 0.03))
             try:
-                try:
-                    while True:
-                        x += 1
-                        queue.sync.put({"x": x, "t": np.full(3, x)})
-                        done.append(x)
-                        if x % 3 == 0:
-                            claimed += queue.sync.get_meta(["x"], 2).global_indexes
-                finally:
-                    timer.join()
+                while True:
+                    x += 1
+                    queue.sync.put({"x": x, "t": np.full(3, x)})
+                    done.append(x)
+                    if x % 3 == 0:
+                        claimed += queue.sync.get_meta(["x"], 2).global_indexes
             except KeyboardInterrupt:
                 interrupts += 1
         records = queue.sync.get(limit=10**6)
@@ -427,7 +422,7 @@ def public():
 def test_a_flush_without_permission_raises_and_a_later_one_writes_every_sample_once(public):
     child = children.start(
         """
-        import os, sys, time
+        import json, os, sys, time
         import torch
         from persisting_torch import Queue
         from persisting_torch.errors import FlushFailed
@@ -445,7 +440,7 @@ def test_a_flush_without_permission_raises_and_a_later_one_writes_every_sample_o
         try:
             queue.sync.flush()
         except FlushFailed as error:
-            print('"' + str(error) + '"', flush=True)
+            print(json.dumps(str(error)), flush=True)
         while os.path.exists(sys.argv[1] + "/forbidden"):
             time.sleep(0.005)
         queue.sync.put({"x": 2})

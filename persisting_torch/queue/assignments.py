@@ -1,0 +1,250 @@
+"""Global batches of tasks: formed once, stored before anybody sees them, replayed exactly."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from dataclasses import dataclass
+from typing import Literal
+
+from pyroaring import BitMap64
+
+from persisting_torch.errors import PersistingError
+from persisting_torch.queue.books import Books
+from persisting_torch.queue.claims import Sampler, replace_taken, take
+from persisting_torch.queue.ledger import Ledger
+from persisting_torch.queue.ready import ReadyIndexes
+from persisting_torch.queue.sets import pack_list, unpack_list
+
+Last = Literal["drop", "pad", "split"]
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Global batch k of a task.
+
+    slices[r] are the global indexes for data-parallel rank r; the last padding[r] of them repeat
+    others, so that the batch is full.
+    """
+
+    k: int
+    slices: tuple[tuple[int, ...], ...]
+    padding: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a task asks for in each global batch: dp_size slices of batch_size samples."""
+
+    task: str
+    partition: str
+    fields: frozenset[str]
+    batch_size: int
+    dp_size: int
+    last: Last = "drop"
+    sampler: Sampler | None = None
+
+    @property
+    def size(self) -> int:
+        return self.batch_size * self.dp_size
+
+
+class End:
+    """The answer that a sealed partition holds no further batch."""
+
+
+class Assignments:
+    """The global batches of one bucket's tasks, and how far each task has used them."""
+
+    def __init__(self, ledger: Ledger, books: Books) -> None:
+        self.ledger = ledger
+        self.books = books
+
+    def assignment(self, order: Order, k: int) -> Assignment | type[End] | None:
+        """Global batch k: the one decided before, else a new one, None if not enough is ready.
+
+        `End` if the partition is sealed and has no batch k.
+        """
+        with self.ledger.transaction() as tx:
+            self.books.refresh(tx)
+            task = self.books.task_id(tx, order.task, order.partition)
+            found = self._decided(tx, task, order, k)
+            if found is not None:
+                return found
+            last = tx.execute("SELECT max(k) FROM assignments WHERE task = ?", (task,)).fetchone()
+            view = self.books.view(order.task, order.partition, order.fields)
+            left = view.available.copy()
+            answer: Assignment | type[End] | None = None
+            for number in range(0 if last[0] is None else last[0] + 1, k + 1):
+                answer = self._decide(tx, task, order, number, left)
+                if not isinstance(answer, Assignment):
+                    break
+            return answer
+
+    def _decided(
+        self, tx: sqlite3.Connection, task: int, order: Order, k: int
+    ) -> Assignment | None:
+        found = tx.execute(
+            "SELECT batch_size, sizes, padding, first, count, members FROM assignments"
+            " WHERE task = ? AND k = ?",
+            (task, k),
+        ).fetchone()
+        if found is None:
+            return None
+        batch_size, sizes, padding = found[0], json.loads(found[1]), json.loads(found[2])
+        if (batch_size, len(sizes)) != (order.batch_size, order.dp_size):
+            raise PersistingError(
+                f"batch {k} of task {order.task!r} on {self.ledger.place.queue}/{order.partition}"
+                f" was formed for {len(sizes)} ranks of {batch_size} samples and is now asked for"
+                f" {order.dp_size} ranks of {order.batch_size}: two runs of different sizes follow"
+                " the same task. Give one of them another task_name."
+            )
+        return _cut(k, unpack_list(*found[3:]), sizes, padding)
+
+    def _decide(
+        self, tx: sqlite3.Connection, task: int, order: Order, k: int, left: BitMap64
+    ) -> Assignment | type[End] | None:
+        chosen = self._choose(order, k, left, order.size)
+        sizes, padding = [order.batch_size] * order.dp_size, [0] * order.dp_size
+        if len(chosen) < order.size:
+            if not self.books.is_sealed(order.partition) or self._may_become_ready(order, left):
+                return None
+            if order.last == "drop":
+                return End
+            chosen = self._choose(order, k, left, min(len(left), order.size))
+            if len(chosen) < (order.dp_size if order.last == "split" else 1):
+                return End
+            if order.last == "split":
+                each, more = divmod(len(chosen), order.dp_size)
+                sizes = [each + (rank < more) for rank in range(order.dp_size)]
+            else:
+                chosen, padding = _pad(chosen, order)
+        tx.execute(
+            "INSERT INTO assignments VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            (
+                task,
+                k,
+                order.batch_size,
+                json.dumps(sizes),
+                json.dumps(padding),
+                *pack_list(chosen),
+            ),
+        )
+        taken = BitMap64(chosen)
+        take(tx, task, taken)
+        left -= taken
+        return _cut(k, chosen, sizes, padding)
+
+    def _may_become_ready(self, order: Order, left: BitMap64) -> bool:
+        """Whether samples that are there may still get fields that the order asks for.
+
+        With order.last "drop" only if they could fill a batch. A field that no sample has ever
+        had is a wrong name, and not worth waiting for.
+        """
+        if not order.fields <= self.books.schema.fields.keys():
+            return False
+        view = self.books.view(order.task, order.partition, order.fields)
+        untaken = self.books.view(order.task, order.partition, frozenset())
+        lacking = len(untaken.available) - len(view.available)
+        return lacking > 0 and (order.last != "drop" or len(left) + lacking >= order.size)
+
+    def _choose(self, order: Order, k: int, left: BitMap64, size: int) -> list[int]:
+        ready = ReadyIndexes(left)
+        if not size or len(left) < size:
+            return []
+        if order.sampler is None:
+            return ready.first(size)
+        order.sampler.clear_cache(order.partition)
+        sampled, _ = order.sampler.sample(
+            ready,
+            size,
+            task_name=order.task,
+            partition_id=order.partition,
+            dp_rank=0,
+            batch_index=k,
+        )
+        stray = BitMap64(sampled) - left
+        if stray or len(set(sampled)) != len(sampled):
+            raise PersistingError(
+                f"the sampler {type(order.sampler).__name__} returned indexes that are not ready"
+                f" or came twice: {list(stray)[:10] or list(sampled)[:10]}. It may only return what"
+                " it finds in ready_indexes, each once."
+            )
+        return list(sampled)
+
+    def recut(self, order: Order, k: int) -> None:
+        """Let a run that resumes at batch k with other sizes form its batches anew.
+
+        Samples of the batches from k on, if those were formed for another number or size of
+        slices, become available again; batches below k stay as they were trained.
+        """
+        with self.ledger.transaction() as tx:
+            self.books.refresh(tx)
+            task = self.books.tasks.get((order.task, order.partition))
+            if task is None:
+                return
+            rows = tx.execute(
+                "SELECT batch_size, sizes, first, count, members FROM assignments"
+                " WHERE task = ? AND k >= ?",
+                (task.id, k),
+            ).fetchall()
+            sizes = {(batch_size, len(json.loads(cuts))) for batch_size, cuts, *_ in rows}
+            if sizes <= {(order.batch_size, order.dp_size)}:
+                return
+            returned = BitMap64()
+            for _, _, *packed in rows:
+                returned |= BitMap64(unpack_list(*packed))
+            tx.execute("DELETE FROM assignments WHERE task = ? AND k >= ?", (task.id, k))
+            replace_taken(tx, task, task.taken - returned)
+            tx.execute("UPDATE tasks SET cursor = min(cursor, ?) WHERE id = ?", (k, task.id))
+
+    def cursor(self, task: str, partition: str) -> int:
+        """Global batches below the cursor are consumed for good."""
+        with self.ledger.reading() as tx:
+            self.books.refresh(tx)
+            known = self.books.tasks.get((task, partition))
+            return 0 if known is None else known.cursor
+
+    def commit_cursor(self, task: str, partition: str, k: int) -> None:
+        """Move the cursor up to k; it never moves back."""
+        with self.ledger.transaction() as tx:
+            self.books.refresh(tx)
+            number = self.books.task_id(tx, task, partition)
+            tx.execute("UPDATE tasks SET cursor = ? WHERE id = ? AND cursor < ?", (k, number, k))
+
+    def assigned(self, task: str, partition: str) -> list[tuple[int, list[int]]]:
+        """All assignments (k, indexes without padding) of a task, in the order of k."""
+        with self.ledger.reading() as tx:
+            self.books.refresh(tx)
+            known = self.books.tasks.get((task, partition))
+            if known is None:
+                return []
+            rows = tx.execute(
+                "SELECT k, sizes, padding, first, count, members FROM assignments"
+                " WHERE task = ? ORDER BY k",
+                (known.id,),
+            ).fetchall()
+        found = []
+        for k, sizes, padding, *packed in rows:
+            cut = _cut(k, unpack_list(*packed), json.loads(sizes), json.loads(padding))
+            own = [
+                part[: len(part) - pad] for part, pad in zip(cut.slices, cut.padding, strict=True)
+            ]
+            found.append((k, [index for part in own for index in part]))
+        return found
+
+
+def _cut(k: int, indexes: list[int], sizes: list[int], padding: list[int]) -> Assignment:
+    slices, start = [], 0
+    for size in sizes:
+        slices.append(tuple(indexes[start : start + size]))
+        start += size
+    return Assignment(k, tuple(slices), tuple(padding))
+
+
+def _pad(chosen: list[int], order: Order) -> tuple[list[int], list[int]]:
+    """Repeat the chosen samples until the batch is full; how much of each slice is repetition."""
+    own = len(chosen)
+    full = [chosen[at % own] for at in range(order.size)]
+    starts = range(0, order.size, order.batch_size)
+    return full, [min(order.batch_size, max(0, s + order.batch_size - own)) for s in starts]
