@@ -13,13 +13,15 @@ from persisting_torch.errors import WaitTimeout
 
 FIRST_NAP = 0.0002
 LONGEST_NAP = 0.005
+LONGEST_NAP_OF_THE_NEXT = 0.001
 
 
 class FileLock:
     """An exclusive `flock` on a file, and a thread lock beside it; the kernel frees it on death.
 
     `with lock:` waits at most `limit` seconds and then raises WaitTimeout. It may be taken again
-    by the thread that holds it.
+    by the thread that holds it. Whoever waits longest goes next: a thread or process that gives
+    the lock back and wants it again at once queues up at the turnstile, where the next one stands.
     """
 
     def __init__(self, path: str, *, limit: float = 120.0) -> None:
@@ -29,55 +31,63 @@ class FileLock:
         _locks.add(self)
 
     def _forget(self) -> None:
-        self._thread = threading.RLock()
+        self._thread_turnstile = threading.Lock()
+        self._thread = threading.Lock()
+        self._owner: int | None = None
         self._depth = 0
-        self._file = -1
+        self._turnstile = self._file = -1
 
     def acquire(self, limit: float) -> bool:
         """Whether the lock could be had within `limit` seconds (0: only if it is free now)."""
-        deadline = time.monotonic() + limit
-        if not self._thread.acquire(timeout=limit):
-            return False
-        if self._depth:
+        me = threading.get_ident()
+        if self._owner == me:
             self._depth += 1
             return True
+        deadline = time.monotonic() + limit
+        if not self._thread_turnstile.acquire(timeout=limit):
+            return False
+        try:
+            if not self._thread.acquire(timeout=max(0.0, deadline - time.monotonic())):
+                return False
+        finally:
+            self._thread_turnstile.release()
         held = False
         try:
-            if self._file < 0:
-                self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            held = self._lock_file(deadline)
+            held = self._acquire_file(deadline)
+            if held:
+                self._owner, self._depth = me, 1
         finally:
             if not held:
                 self._thread.release()
-        if held:
-            self._depth = 1
         return held
 
-    def _lock_file(self, deadline: float) -> bool:
-        nap = FIRST_NAP
-        while True:
-            try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return True
-            except BlockingIOError:
-                if time.monotonic() >= deadline:
-                    return False
-            time.sleep(nap)
-            nap = min(2 * nap, LONGEST_NAP)
+    def _acquire_file(self, deadline: float) -> bool:
+        if self._file < 0:
+            self._turnstile = _open(f"{self.path}.turn")
+            self._file = _open(self.path)
+        if not _flock(self._turnstile, deadline, LONGEST_NAP):
+            return False
+        try:
+            return _flock(self._file, deadline, LONGEST_NAP_OF_THE_NEXT)
+        finally:
+            fcntl.flock(self._turnstile, fcntl.LOCK_UN)
 
     def release(self) -> None:
         self._depth -= 1
+        if self._depth:
+            return
+        self._owner = None
         try:
-            if not self._depth:
-                fcntl.flock(self._file, fcntl.LOCK_UN)
+            fcntl.flock(self._file, fcntl.LOCK_UN)
         finally:
             self._thread.release()
 
     def close(self) -> None:
-        """Give the file back; the lock must not be held."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        """Give the files back; the lock must not be held."""
+        for file in (self._turnstile, self._file):
+            if file >= 0:
+                os.close(file)
+        self._turnstile = self._file = -1
 
     def __enter__(self) -> FileLock:
         if not self.acquire(self.limit):
@@ -96,11 +106,28 @@ class FileLock:
         self.release()
 
 
+def _open(path: str) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+
+
+def _flock(file: int, deadline: float, longest_nap: float) -> bool:
+    """Whether the file could be locked before the deadline; flock has no limit of its own."""
+    nap = FIRST_NAP
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+        time.sleep(nap)
+        nap = min(2 * nap, longest_nap)
+
+
 def _after_fork_in_child() -> None:
     # A file that both share would stay locked for as long as either lives.
     for lock in tuple(_locks):
-        if lock._file >= 0:
-            os.close(lock._file)
+        lock.close()
         lock._forget()
 
 

@@ -54,13 +54,16 @@ def queue_name(directory: str) -> str:
     return unquote(directory)
 
 
+_ENCODED = frozenset('.`%@"\\*')
+
+
 def column_name(field: str, variant: int) -> str:
     """The Lance column of a field's n-th stored type.
 
-    Ordinary names stand as they are. Dots, backticks, percent signs, a leading underscore (Lance's
-    and our own reserved names) and "@" (which numbers the variants) are percent-encoded.
+    Ordinary names stand as they are. Percent-encoded are characters that mean something to Lance's
+    SQL, "@", which numbers the variants, and a leading underscore, which begins reserved names.
     """
-    encoded = "".join(f"%{ord(c):02X}" if c in '.`%@"\\' or ord(c) < 32 else c for c in field)
+    encoded = "".join(f"%{ord(c):02X}" if c in _ENCODED or ord(c) < 32 else c for c in field)
     if encoded.startswith("_"):
         encoded = "%5F" + encoded[1:]
     return encoded if variant == 0 else f"{encoded}@{variant}"

@@ -43,7 +43,7 @@ class Reader:
 
     def __init__(self, folder: str) -> None:
         self._cache = BlockCache(folder)
-        self._layouts: dict[tuple[str, ...], Layout] = {}
+        self._layouts: tuple[FragmentTable | None, dict[tuple[str, ...], Layout]] = (None, {})
         self._recent: deque[dict[BlockKey, int]] = deque(maxlen=HISTORY)  # blocks, their bytes
         self._ends: deque[int] = deque(maxlen=HISTORY)  # row ids after the long runs
         self._led: BlockKey | None = None  # the block that was last read ahead from
@@ -77,9 +77,13 @@ class Reader:
         return found
 
     def _layout(self, table: FragmentTable, columns: tuple[str, ...]) -> Layout:
-        layout = self._layouts.get(columns)
-        if layout is None or layout.table is not table:
-            layout = self._layouts[columns] = Layout(table, columns)
+        of, layouts = self._layouts
+        if of is not table:
+            layouts = {}
+            self._layouts = (table, layouts)
+        layout = layouts.get(columns)
+        if layout is None:
+            layout = layouts[columns] = Layout(table, columns)
         return layout
 
     def _read_runs(self, layout: Layout, runs: list[Run], first: int, count: int) -> pa.Table:
@@ -127,7 +131,8 @@ class Reader:
         """
         asked = {part.key: layout.bytes(part.slot, part.key) for part in parts}
         if all(self._cache.holds(part) for part in parts):
-            self._recent.append(asked)
+            with self._lock:
+                self._recent.append(asked)
             return True
         with self._lock:
             seen = {key: size for request in self._recent for key, size in request.items()}

@@ -349,6 +349,7 @@ def test_a_worker_of_a_plain_dataloader_is_told_to_use_ours(tmp_path):
         next(iter(loader))
 
 
+@pytest.mark.slow
 def test_without_consuming_workers_of_a_plain_dataloader_share_the_pass(tmp_path):
     fill(tmp_path, 14)
     loader = DataLoader(

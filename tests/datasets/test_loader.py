@@ -48,7 +48,9 @@ def prefetching() -> list[threading.Thread]:
     return [t for t in threading.enumerate() if t.name == "persisting_torch prefetch"]
 
 
-HOWS = [{"prefetch_batches": 0}, {}, {"prefetch_batches": 7}, {"num_workers": 2}]
+THREADS = [{"prefetch_batches": 0}, {}, {"prefetch_batches": 7}]
+HOWS = [*THREADS, {"num_workers": 2}]
+FEWER = [*THREADS, pytest.param({"num_workers": 2}, marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("how", HOWS, ids=str)
@@ -133,7 +135,7 @@ def test_a_state_survives_a_save_and_a_load_with_weights_only(tmp_path):
     assert torch.load(tmp_path / "state.pt", weights_only=True) == loader.state_dict()
 
 
-@pytest.mark.parametrize("how", HOWS, ids=str)
+@pytest.mark.parametrize("how", FEWER, ids=str)
 def test_a_state_may_be_loaded_while_a_loop_runs(tmp_path, how):
     fill(tmp_path, 40)
     loader = loader_of(tmp_path, **how)
@@ -144,6 +146,7 @@ def test_a_state_may_be_loaded_while_a_loop_runs(tmp_path, how):
     assert uids(batches) == in_order(40)[7:]
 
 
+@pytest.mark.slow
 def test_a_new_world_of_workers_changes_nothing_in_the_order(tmp_path):
     fill(tmp_path, 60)
     seen, state = [], None
@@ -192,7 +195,7 @@ def test_close_ends_a_thread_that_waits_for_samples(tmp_path):
     assert uids(batches) == []
 
 
-@pytest.mark.parametrize("how", HOWS, ids=str)
+@pytest.mark.parametrize("how", FEWER, ids=str)
 def test_a_timeout_comes_out_of_the_loop_with_its_message(tmp_path, how):
     fill(tmp_path, 6, seal=False)
     batches = iter(loader_of(tmp_path, dataset={"timeout": 0.3}, **how))
@@ -233,6 +236,7 @@ def test_workers_that_wait_for_samples_end_at_once_with_their_loader(tmp_path):
     assert children
 
 
+@pytest.mark.slow
 def test_workers_that_wait_for_samples_end_when_their_trainer_is_killed(tmp_path):
     fill(tmp_path, 4, seal=False)
     code = textwrap.dedent(
@@ -264,6 +268,7 @@ def test_workers_that_wait_for_samples_end_when_their_trainer_is_killed(tmp_path
         assert alive == []
 
 
+@pytest.mark.slow
 def test_persistent_workers_stay_where_the_next_loop_goes_on(tmp_path):
     fill(tmp_path, 60)
     loader = loader_of(tmp_path, num_workers=2, persistent_workers=True)

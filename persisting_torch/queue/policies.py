@@ -1,0 +1,163 @@
+"""Weights beside a queue: published by the trainer, read by rollout workers in other processes.
+
+    <queue>/policy/newest.json              {"serial": 7, "version": 70, "published": 1754000000.0}
+    <queue>/policy/<serial>-v<version>.pt   a state dict, as torch.save writes it
+
+Files come by rename and are never changed: whoever reads finds a whole policy or none, whenever the
+publisher is killed. The pointer moves when the file that it names is there. Serials only rise;
+versions go back when training goes back to a checkpoint. A queue has one publisher at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from persisting_torch.errors import WaitTimeout
+from persisting_torch.queue.names import directory_name
+
+if TYPE_CHECKING:
+    from persisting_torch.queue.queue import Queue
+
+FOLDER = "policy"
+POINTER = "newest.json"
+POLL_SECONDS = 0.02
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """What the pointer says: the newest policy's serial, version and time (seconds since 1970)."""
+
+    serial: int
+    version: int
+    published: float
+
+    @property
+    def file(self) -> str:
+        return f"{self.serial:010d}-v{self.version}.pt"
+
+
+@dataclass(frozen=True)
+class PolicyWeights:
+    """One published policy: tensors on the CPU by name, and the trainer's step that made them."""
+
+    version: int
+    published: float
+    state_dict: dict[str, Tensor]
+
+    def load_into(self, module: nn.Module) -> None:
+        """Copy the weights into a module, whatever its device. Raises RuntimeError on a misfit."""
+        module.load_state_dict(self.state_dict)
+
+
+class Policy:
+    """The policy published for a queue. Looking at its version costs some microseconds."""
+
+    def __init__(self, queue: str, folder: Path) -> None:
+        self.queue = queue
+        self.folder = folder
+
+    @property
+    def version(self) -> int | None:
+        """The newest version announced; None before the first."""
+        newest = read_pointer(self.folder)
+        return None if newest is None else newest.version
+
+    def latest(
+        self, wait: bool = False, timeout: float | None = None, newer_than: int | None = None
+    ) -> PolicyWeights | None:
+        """The newest policy, if its version is above `newer_than`; else None.
+
+        With `wait`, waits for such a policy; raises WaitTimeout after `timeout` seconds (None:
+        never).
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            newest = read_pointer(self.folder)
+            if newest is not None and (newer_than is None or newest.version > newer_than):
+                found = self._load(newest)
+                if found is not None:
+                    return found
+                continue
+            if not wait:
+                return None
+            if deadline is not None and time.monotonic() >= deadline:
+                raise WaitTimeout(self._what_is_missing(timeout, newest, newer_than))
+            time.sleep(POLL_SECONDS)
+
+    def load_into(self, module: nn.Module, timeout: float | None = None) -> int:
+        """Copy the newest weights into a module, waiting for the first; their version."""
+        found = self.latest(wait=True, timeout=timeout)
+        assert found is not None
+        found.load_into(module)
+        return found.version
+
+    def _load(self, newest: Announcement) -> PolicyWeights | None:
+        """None if newer policies have taken the place of this one meanwhile."""
+        try:
+            state = torch.load(
+                self.folder / newest.file, map_location="cpu", weights_only=True, mmap=True
+            )
+        except FileNotFoundError:
+            return None
+        return PolicyWeights(newest.version, newest.published, state)
+
+    def _what_is_missing(
+        self, timeout: float | None, newest: Announcement | None, newer_than: int | None
+    ) -> str:
+        wanted = "a policy" if newer_than is None else f"a policy newer than version {newer_than}"
+        there = "none was published" if newest is None else f"the newest is {newest.version}"
+        return (
+            f"waited {timeout:g} s for {wanted} of queue {self.queue!r} in {self.folder}; {there}."
+            " Check that a trainer with PolicyPublisher runs, or raise timeout."
+        )
+
+
+def policy(queue: Queue | str, storage_path: str | os.PathLike[str] = "./data") -> Policy:
+    """The policy that a PolicyPublisher publishes for a queue, given open or by its name.
+
+    Opens nothing: neither the queue nor the trainer needs to be there yet.
+
+    >>> import tempfile
+    >>> print(policy("rollouts", tempfile.mkdtemp()).version)
+    None
+    """
+    if isinstance(queue, str):
+        root = Path(storage_path).expanduser().absolute() / directory_name(queue)
+        return Policy(queue, root / FOLDER)
+    return Policy(queue.name, Path(queue.engine.place.root) / FOLDER)
+
+
+def publish(
+    folder: Path, state: Mapping[str, Any], version: int, *, keep: int = 2
+) -> Announcement:
+    """Write a state dict of tensors as the newest policy, and remove all but the newest `keep`."""
+    folder.mkdir(exist_ok=True)
+    before = read_pointer(folder)
+    newest = Announcement(0 if before is None else before.serial + 1, version, time.time())
+    draft = folder / "draft.pt"
+    torch.save(dict(state), draft)
+    draft.replace(folder / newest.file)
+    note = folder / "draft.json"
+    note.write_text(json.dumps(vars(newest)) + "\n")
+    note.replace(folder / POINTER)
+    for file in folder.glob("*-v*.pt"):
+        if int(file.name.partition("-")[0]) <= newest.serial - keep:
+            file.unlink()
+    return newest
+
+
+def read_pointer(folder: Path) -> Announcement | None:
+    """What is announced as the newest policy; None before the first."""
+    try:
+        return Announcement(**json.loads((folder / POINTER).read_bytes()))
+    except FileNotFoundError:
+        return None
