@@ -111,6 +111,10 @@ class PersistingDataset(IterableDataset[Any]):
         if consume and shuffle_seed is not None:
             self.sampler = ShuffleSampler(shuffle_seed)
         self.cursor = Cursor()
+        self.waited_seconds = 0.0
+        """How long the loops of this process have waited for batches, all in all."""
+        self.batches_given = 0
+        """How many batches they got."""
         self._epoch = 0
         self._live: weakref.ref[Delivery] | None = None
         self._ranks: Ranks | None = None

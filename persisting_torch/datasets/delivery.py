@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -35,12 +36,16 @@ class Delivery(Iterator[Any]):
     def __next__(self) -> Any:
         if self._ended:
             raise StopIteration
+        began = time.perf_counter()
         try:
             self._dataset.settle()
             number, batch = next(self._current_source())
         except BaseException:
             self.close()
             raise
+        finally:
+            self._dataset.waited_seconds += time.perf_counter() - began
+        self._dataset.batches_given += 1
         self._following = number + 1
         if self._dataset.consume:
             self._dataset.cursor.hand_out(number)

@@ -44,8 +44,6 @@ class Gauge:
         self.task = task
         self.partition = partition
         self.fields = fields
-        self._summed_to: tuple[int, int] = (0, 0)
-        self._consumed = 0
 
     def read(self) -> Depth:
         """The depth as of now."""
@@ -62,14 +60,13 @@ class Gauge:
                 put=len(partition.arrived),
                 ready=len(books.view(self.task, self.partition, needed).available),
                 untaken=len(present if task is None else present - task.taken),
-                assigned=0 if task is None else self._assigned(tx, task.id, task.epoch, task.cursor),
+                assigned=0 if task is None else _assigned(tx, task.id, task.cursor),
             )
 
-    def _assigned(self, tx: sqlite3.Connection, task: int, epoch: int, cursor: int) -> int:
-        """Samples in the global batches from the cursor on, without padding."""
-        total = 0
-        for count, padding in tx.execute(
-            "SELECT count, padding FROM assignments WHERE task = ? AND k >= ?", (task, cursor)
-        ):
-            total += count - sum(json.loads(padding))
-        return total
+
+def _assigned(tx: sqlite3.Connection, task: int, cursor: int) -> int:
+    """Samples in the task's global batches from the cursor on, without padding."""
+    batches = tx.execute(
+        "SELECT count, padding FROM assignments WHERE task = ? AND k >= ?", (task, cursor)
+    )
+    return sum(count - sum(json.loads(padding)) for count, padding in batches)

@@ -98,8 +98,27 @@ class Ledger:
     # Opening
 
     def _connect(self) -> sqlite3.Connection:
-        if not self.place.writable:
-            return self._connect_read_only()
+        try:
+            return self._connect_to_write() if self.place.writable else self._connect_to_read()
+        except sqlite3.OperationalError as error:
+            if "no such" in str(error) or os.path.isdir(self.place.ledger):
+                raise self._damage(error) from error
+            raise self._failure(error) from error
+        except sqlite3.DatabaseError as error:
+            raise self._damage(error) from error
+        except OSError as error:
+            raise PersistingError(
+                f"queue {self.place.queue!r}: {error.filename} cannot be read:"
+                f" {error.strerror}. Open it as a user who may."
+            ) from error
+
+    def _damage(self, what: object) -> FormatError:
+        return FormatError(
+            f"queue {self.place.queue!r}: {self.place.ledger} is not its ledger ({what})."
+            " Restore it from a copy."
+        )
+
+    def _connect_to_write(self) -> sqlite3.Connection:
         connection = sqlite3.connect(
             self.place.ledger,
             timeout=BUSY_SECONDS,
@@ -116,19 +135,15 @@ class Ledger:
 
     def _make_tables(self, connection: sqlite3.Connection) -> None:
         if not connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone():
+            if os.path.exists(self.place.data):
+                raise self._damage("it is empty, though there are rows")
             connection.executescript(f"BEGIN IMMEDIATE;{TABLES}COMMIT;")
         self._check_format(connection)
 
     def _check_format(self, connection: sqlite3.Connection) -> None:
-        try:
-            found = connection.execute("SELECT value FROM meta WHERE key = 'format'").fetchone()
-        except sqlite3.OperationalError:
-            raise
-        except sqlite3.DatabaseError as error:
-            raise FormatError(
-                f"queue {self.place.queue!r}: {self.place.ledger} is not a ledger ({error})."
-                " Restore it from a copy."
-            ) from error
+        found = connection.execute("SELECT value FROM meta WHERE key = 'format'").fetchone()
+        if found is None:
+            raise self._damage("it does not say its format")
         if found[0] > LEDGER_FORMAT:
             raise FormatError(
                 f"queue {self.place.queue!r}: the ledger {self.place.ledger} has format {found[0]};"
@@ -136,7 +151,7 @@ class Ledger:
                 " Upgrade persisting_torch."
             )
 
-    def _connect_read_only(self) -> sqlite3.Connection:
+    def _connect_to_read(self) -> sqlite3.Connection:
         """The ledger of a queue that this process may not write.
 
         SQLite reads a WAL database only where its shared memory file is there or can be made; where
@@ -144,8 +159,8 @@ class Ledger:
         """
         if not os.path.exists(self.place.ledger):
             raise FormatError(
-                f"queue {self.place.queue!r} is read-only for this process and has no ledger yet."
-                " Open it once where it can be written."
+                f"queue {self.place.queue!r} is read-only for this process and has no ledger at"
+                f" {self.place.ledger} yet. Open it once where it can be written."
             )
         if self._copy is None:
             live = sqlite3.connect(

@@ -60,7 +60,7 @@ def open_place(queue: str, storage_path: str | os.PathLike[str], *, bucket: int 
     Raises FormatError where something else stands at its path or a later version wrote it, and
     PersistingError where it can neither be read nor made.
     """
-    if "://" in str(storage_path):
+    if re.match(r"\w[\w+.-]*:/", str(storage_path)):
         raise PersistingError(
             f"storage_path {str(storage_path)!r} of queue {queue!r} is a URL. A queue of this"
             " version lives on a file system; give a local path."
@@ -83,6 +83,11 @@ def open_place(queue: str, storage_path: str | os.PathLike[str], *, bucket: int 
             f"queue {queue!r} cannot be opened at {root}: {error.strerror or error}."
             " Check that the storage_path exists or can be made, and who may read and write it."
         ) from error
+    if folder.exists() and not os.access(folder, os.R_OK | os.X_OK):
+        raise PersistingError(
+            f"queue {queue!r} cannot be opened: {folder} may not be read by this process."
+            " Open it as a user who may."
+        )
     if not folder.exists():
         raise PersistingError(
             f"queue {queue!r} at {root} is read-only for this process and holds no data yet."

@@ -107,6 +107,8 @@ class Policy:
                 self.folder / newest.file, map_location="cpu", weights_only=True, mmap=True
             )
         except FileNotFoundError:
+            if read_pointer(self.folder) == newest:
+                raise
             return None
         return PolicyWeights(newest.version, newest.published, state)
 
@@ -136,9 +138,7 @@ def policy(queue: Queue | str, storage_path: str | os.PathLike[str] = "./data") 
     return Policy(queue.name, Path(queue.engine.place.root) / FOLDER)
 
 
-def publish(
-    folder: Path, state: Mapping[str, Any], version: int, *, keep: int = 2
-) -> Announcement:
+def publish(folder: Path, state: Mapping[str, Any], version: int, *, keep: int = 2) -> Announcement:
     """Write a state dict of tensors as the newest policy, and remove all but the newest `keep`."""
     folder.mkdir(exist_ok=True)
     before = read_pointer(folder)

@@ -214,11 +214,18 @@ class Reads:
                 f" Its fields are: {known}."
             )
 
-    def check_indexes(self, indexes: Int64s) -> None:
-        """Raise KeyError naming indexes that the queue does not hold."""
+    def check_indexes(self, partition: str, indexes: Int64s) -> None:
+        """Raise KeyError naming indexes that the partition does not hold."""
         with self.ledger.lock:
             self._follow()
             self._rows_of(indexes)
+            where = self.books.partitions.get(partition)
+            stray = set_of(indexes.tolist()) - (BitMap64() if where is None else where.arrived)
+        if stray:
+            raise KeyError(
+                f"{self.books.schema.queue}/{partition} holds no samples with global indexes"
+                f" {list(stray)[:10]}: they are in another partition."
+            )
 
     def _rows_of(self, indexes: Int64s) -> Int64s:
         rows = self.books.runs.rows_of(indexes)

@@ -102,7 +102,7 @@ class Writes:
             )
         if len(chunk):
             self.flush()
-            engine.reads.check_indexes(indexes)
+            engine.reads.check_indexes(meta.partition_id, indexes)
             with engine.ledger.lock:
                 late = engine.late.compose(chunk, indexes, engine.books.schema)
             keys = [(meta.partition_id, key, index, tag) for key, index, tag in tags]
