@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from tensordict import TensorDictBase
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -180,13 +180,14 @@ class QueueMonitor(Callback):
         return None
 
     def _engine(self, dataset: PersistingDataset | None) -> Engine:
-        handle = self._given or (dataset and dataset.handle)
-        if handle is None:
-            raise ValueError(
-                "QueueMonitor: the Trainer has no PersistingDataLoader of this task and partition"
-                " to take the queue from. Give QueueMonitor the queue."
-            )
-        return handle.engine
+        if self._given is not None:
+            return self._given.engine
+        if dataset is not None:
+            return dataset.handle.engine
+        raise ValueError(
+            "QueueMonitor: the Trainer has no PersistingDataLoader of this task and partition to"
+            " take the queue from. Give QueueMonitor the queue."
+        )
 
     def _release(self) -> None:
         self._gauge = None

@@ -123,7 +123,7 @@ class QueuePredictionWriter(BasePredictionWriter):
     def _select(self, rows: TensorDictBase) -> TensorDictBase:
         if self.fields is None:
             return rows
-        lacking = [name for name in self.fields if name not in rows.keys()]
+        lacking = [name for name in self.fields if rows.get(name, None) is None]
         if lacking:
             raise SchemaError(
                 f"predict_step returned no {', '.join(map(repr, lacking))}, which `fields` of"
@@ -135,16 +135,15 @@ class QueuePredictionWriter(BasePredictionWriter):
     def _ids(self, batch: Any, rows: int) -> list[Any] | None:
         """The id of each sample; None where the batch has none and none were asked for."""
         field = self.id_field or INDEX
-        held = isinstance(batch, TensorDictBase | Mapping) and field in batch.keys()
-        if not held and self.id_field is None:
+        found = batch.get(field, None) if isinstance(batch, TensorDictBase | Mapping) else None
+        if found is None and self.id_field is None:
             return None
-        if not held:
+        if found is None:
             raise SchemaError(
                 f"the batch has no field {field!r} to tell the samples apart. Name it in the"
                 " `fields` of the data module or dataset."
             )
-        found = batch[field]
-        ids = found.tolist() if isinstance(found, Tensor) or hasattr(found, "tolist") else found
+        ids = found.tolist() if hasattr(found, "tolist") else found
         if len(ids) != rows:
             raise SchemaError(f"predict_step returned {rows} rows for {len(ids)} samples.")
         return list(ids)

@@ -183,7 +183,7 @@ def _with_version(
     batch = cast("TensorDictBase", rollouts).to_tensordict()
     if not batch.batch_dims:
         batch = batch.unsqueeze(0)
-    if field not in batch.keys():
+    if batch.get(field, None) is None:
         batch[field] = torch.full(batch.batch_size[:1], version, device=batch.device)
     return batch
 

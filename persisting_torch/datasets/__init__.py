@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from persisting_torch.datasets.consumption import ConsumptionCheckpoint
     from persisting_torch.datasets.dataset import PersistingDataset
+    from persisting_torch.datasets.huggingface import feed_trainer, last_checkpoint
     from persisting_torch.datasets.loader import PersistingDataLoader
     from persisting_torch.datasets.module import PersistingDataModule
 
@@ -19,6 +20,8 @@ __all__ = [
     "PersistingDataLoader",
     "PersistingDataModule",
     "PersistingDataset",
+    "feed_trainer",
+    "last_checkpoint",
 ]
 
 _MODULE_OF = {
@@ -26,6 +29,8 @@ _MODULE_OF = {
     "PersistingDataLoader": "loader",
     "PersistingDataModule": "module",
     "PersistingDataset": "dataset",
+    "feed_trainer": "huggingface",
+    "last_checkpoint": "huggingface",
 }
 
 

@@ -116,7 +116,7 @@ class PersistingDataset(IterableDataset[Any]):
         self.batches_given = 0
         """How many batches they got."""
         self._epoch = 0
-        self._live: weakref.ref[Delivery] | None = None
+        self._newest: weakref.ref[Delivery] | None = None
         self._ranks: Ranks | None = None
         if dp_rank is not None or dp_size is not None:
             self._ranks = discover(dp_rank, dp_size)
@@ -152,20 +152,15 @@ class PersistingDataset(IterableDataset[Any]):
 
         A consumer has one place in the stream, so its earlier iteration ends here.
         """
-        self.end_delivery()
-        delivery = Delivery(self, open_source)
         if self.consume:
-            self._live = weakref.ref(delivery)
+            self.end_delivery()
+        delivery = Delivery(self, open_source)
+        self._newest = weakref.ref(delivery)
         return delivery
 
-    @property
-    def live_delivery(self) -> Delivery | None:
-        """The consuming iteration that somebody still holds."""
-        return None if self._live is None else self._live()
-
     def end_delivery(self) -> None:
-        """End the consuming iteration, and whatever reads ahead for it."""
-        delivery = self.live_delivery
+        """End the newest iteration, if somebody still holds it, and what reads ahead for it."""
+        delivery = None if self._newest is None else self._newest()
         if delivery is not None:
             delivery.close()
 
@@ -247,7 +242,7 @@ class PersistingDataset(IterableDataset[Any]):
 
     def __getstate__(self) -> dict[str, Any]:
         self.ranks  # noqa: B018  (found here, since a worker must not ask)
-        return self.__dict__ | {"cursor": Cursor(), "_live": None}
+        return self.__dict__ | {"cursor": Cursor(), "_newest": None}
 
 
 def _refuse_worker(queue: str) -> Iterator[Any]:

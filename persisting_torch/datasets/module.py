@@ -96,6 +96,7 @@ class PersistingDataModule(LightningDataModule):
         self.prefetch_batches = prefetch_batches
         self.pin_memory = pin_memory
         self._consumption: ConsumptionCheckpoint | None = None
+        self._loaders: list[PersistingDataLoader] = []
         if val_partition_id is None and type(self).val_dataloader is _OWN_VAL_DATALOADER:
             # Lightning validates unless the hook is that of its own base class.
             self.val_dataloader = super().val_dataloader  # type: ignore[method-assign]
@@ -111,7 +112,13 @@ class PersistingDataModule(LightningDataModule):
 
     def train_dataloader(self) -> PersistingDataLoader:
         loader = self._loader(self._training_dataset())
-        if self._consumption is not None:
+        if self.trainer is not None:
+            if self._consumption is None:
+                raise RuntimeError(
+                    f"{type(self).__name__}.setup was not called by the Trainer as"
+                    " PersistingDataModule has it. Where you override setup, call"
+                    " super().setup(stage)."
+                )
             self._consumption.adopt(loader)
         return loader
 
@@ -137,9 +144,15 @@ class PersistingDataModule(LightningDataModule):
         # Checkpoints written on the way out, after ConsumptionCheckpoint had its turn.
         if self.trainer is not None and self._consumption is not None:
             self._consumption.commit_written(self.trainer)
-        self._handle.close()
+        self._release()
 
     def teardown(self, stage: str) -> None:
+        self._release()
+
+    def _release(self) -> None:
+        for loader in self._loaders:
+            loader.close()
+        self._loaders.clear()
         self._handle.close()
 
     def _training_dataset(self) -> PersistingDataset:
@@ -187,7 +200,7 @@ class PersistingDataModule(LightningDataModule):
         if pins is None:
             on = None if self.trainer is None else self.trainer.strategy.root_device
             pins = on is not None and on.type == "cuda" and torch.cuda.is_available()
-        return PersistingDataLoader(
+        loader = PersistingDataLoader(
             dataset,
             num_workers=self.num_workers,
             collate_fn=wrap if self._converts() else None,
@@ -195,6 +208,8 @@ class PersistingDataModule(LightningDataModule):
             pin_memory=pins,
             persistent_workers=self.num_workers > 0 and dataset.consume,
         )
+        self._loaders.append(loader)
+        return loader
 
 
 _OWN_VAL_DATALOADER = PersistingDataModule.val_dataloader

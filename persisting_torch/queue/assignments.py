@@ -111,7 +111,7 @@ class Assignments:
                 return None
             if order.last == "drop":
                 return End
-            chosen = self._choose(order, k, left, min(len(left), order.size))
+            chosen = self._choose_rest(order, k, left)
             if len(chosen) < (order.dp_size if order.last == "split" else 1):
                 return End
             if order.last == "split":
@@ -171,6 +171,15 @@ class Assignments:
                 " it finds in ready_indexes, each once."
             )
         return list(sampled)
+
+    def _choose_rest(self, order: Order, k: int, left: BitMap64) -> list[int]:
+        """As many as the sampler gives of what is left, which is no whole batch; whole groups."""
+        step = getattr(order.sampler, "n_samples_per_prompt", 1)
+        for size in range(min(len(left), order.size) // step * step, 0, -step):
+            chosen = self._choose(order, k, left, size)
+            if chosen:
+                return chosen
+        return []
 
     def recut(self, order: Order, k: int) -> None:
         """Let a run that resumes at batch k with other sizes form its batches anew.

@@ -9,8 +9,8 @@ from typing import Any
 from persisting_torch.queue.engine import Engine
 from persisting_torch.queue.meta import BatchMeta
 from persisting_torch.queue.place import open_place
-from persisting_torch.queue.queue import _in_thread
 from persisting_torch.queue.report import stats
+from persisting_torch.queue.threads import in_thread
 
 
 class LanceBackend:
@@ -34,28 +34,28 @@ class LanceBackend:
     async def put(self, record: dict[str, Any]) -> BatchMeta:
         """Put one record. Raises as Queue.put does."""
         meta = self._engine.writes.put(record)
-        if self._engine.writes.full:
+        if self._engine.writes.wants_flush(meta):
             await self.flush()
         return meta
 
     async def put_batch(self, records: Sequence[dict[str, Any]]) -> BatchMeta:
         """Put many records, all or none."""
-        meta = await _in_thread(self._engine.writes.put, records)
-        if self._engine.writes.full:
+        meta = await in_thread(self._engine.writes.put, records)
+        if self._engine.writes.wants_flush(meta):
             await self.flush()
         return meta
 
     async def get(self, limit: int = 100, offset: int = 0) -> list[dict[str, Any]]:
         """Up to `limit` records after the first `offset`, in put order."""
-        return await _in_thread(self._engine.records, limit, offset)
+        return await in_thread(self._engine.records, limit, offset)
 
     async def flush(self) -> None:
         """Write what waits in memory."""
-        await _in_thread(self._engine.flush)
+        await in_thread(self._engine.flush)
 
     async def stats(self) -> dict[str, Any]:
         """As Queue.stats, with the bucket's id."""
-        return {"bucket_id": self.bucket_id, **await _in_thread(stats, self._engine)}
+        return {"bucket_id": self.bucket_id, **await in_thread(stats, self._engine)}
 
     def close(self) -> None:
         """Flush and give everything back."""

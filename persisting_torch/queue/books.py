@@ -9,15 +9,17 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from pyroaring import BitMap64
 
 from persisting_torch.queue.fields import FieldType, Schema, Variant
 from persisting_torch.queue.ledger import Ledger
-from persisting_torch.queue.runs import Runs
-from persisting_torch.queue.sets import unpack_set
+from persisting_torch.queue.runs import Int64s, Runs
+from persisting_torch.queue.sets import set_of, unpack_set
 
 VIEWS_KEPT = 64
 
@@ -243,6 +245,17 @@ class Books:
         untaken = self._ready(where, frozenset(), where.arrived, task)
         counts = {name: len(untaken - where.having.get(name, BitMap64())) for name in view.fields}
         return {name: count for name, count in sorted(counts.items()) if count}
+
+    def strays(self, partition: str, indexes: Sequence[int] | Int64s) -> list[int]:
+        """Those of the indexes, ten at most, that were never put into the partition."""
+        try:
+            stray = set_of(indexes)
+        except OverflowError:
+            return [int(index) for index in indexes if index < 0][:10]
+        where = self.partitions.get(partition)
+        if where is not None:
+            stray -= where.arrived
+        return list(islice(stray, 10))
 
     # Names, entered in a transaction
 

@@ -46,6 +46,14 @@ class Chunk:
         return sum(value.nbytes for value in values if type(value) is Tensor)
 
     @property
+    def field_names(self) -> Names:
+        """The fields that were given, those without any value too."""
+        if self.batch is None:
+            return tuple(dict.fromkeys(name for row in self.rows for name in row))
+        columns = (name for name, *_ in (*self.batch.columns, *self.batch.empty))
+        return tuple(dict.fromkeys(columns))
+
+    @property
     def indexes(self) -> range:
         return range(self.first, self.first + len(self))
 

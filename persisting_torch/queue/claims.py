@@ -31,6 +31,7 @@ class Claims:
     def __init__(self, ledger: Ledger, books: Books) -> None:
         self.ledger = ledger
         self.books = books
+        self._epochs: dict[tuple[str, str, int], int] = {}
 
     def available(self, task: str, partition: str, fields: frozenset[str]) -> int:
         """How many samples the task could take now."""
@@ -98,34 +99,45 @@ class Claims:
         if sampler is None:
             first = ready.first(batch_size)
             return first, first
+        self._forget_what_was_reset(view, sampler)
         sampled, consumed = sampler.sample(
             ready, batch_size, task_name=view.task, partition_id=view.partition, **sampling
         )
-        stray = BitMap64(consumed) - self.books.ready_whoever_took(view.partition, frozenset())
+        stray = self.books.strays(view.partition, [*sampled, *consumed])
+        stray = stray or list(self.books.cleared_indexes & BitMap64(consumed))
         if stray:
             raise PersistingError(
-                f"the sampler {type(sampler).__name__} consumed indexes that"
-                f" {self.books.ledger.place.queue}/{view.partition} does not hold:"
-                f" {list(stray)[:10]}. It may only return what it finds in ready_indexes."
+                f"the sampler {type(sampler).__name__} returned indexes that"
+                f" {self.books.ledger.place.queue}/{view.partition} does not hold: {stray[:10]}."
+                " It may only return what it finds in ready_indexes."
             )
         return sampled, consumed
+
+    def _forget_what_was_reset(self, view: View, sampler: Sampler) -> None:
+        """Let a sampler forget what it answered before its task was reset."""
+        known = self.books.tasks.get((view.task, view.partition))
+        epoch = 0 if known is None else known.epoch
+        place = (view.task, view.partition, id(sampler))
+        if self._epochs.get(place, epoch) != epoch:
+            sampler.clear_cache(view.partition)
+        self._epochs[place] = epoch
 
     def mark(self, task: str, partition: str, indexes: Sequence[int]) -> None:
         """Take these samples for the task, whoever decided it.
 
         Raises KeyError naming indexes that the partition does not hold.
         """
-        members = set_of(indexes)
         with self.ledger.transaction() as tx:
             self.books.refresh(tx)
-            where = self.books.partitions.get(partition)
-            unknown = members - where.arrived if where is not None else members
+            unknown = self.books.strays(partition, indexes)
             if unknown:
                 raise KeyError(
                     f"{self.ledger.place.queue}/{partition} holds no samples with global indexes"
-                    f" {list(unknown)[:10]}, so task {task!r} cannot have consumed them."
+                    f" {unknown}, so task {task!r} cannot have consumed them."
                 )
-            take(tx, self.books.task_id(tx, task, partition), members)
+            members = set_of(indexes)
+            if members:
+                take(tx, self.books.task_id(tx, task, partition), members)
 
     def reset(self, task: str, partition: str) -> None:
         """Forget all that the task has taken in the partition."""

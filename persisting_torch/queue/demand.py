@@ -33,6 +33,7 @@ class Demand:
     dp_size: int
     last: Last
     sampler: Sampler | None
+    _check_due: float = 0.0
 
     def wait(self, k: int, limit: float, stop: threading.Event | None) -> Assignment | None:
         """Global batch k, None at the end of a sealed partition or when `stop` is set.
@@ -42,6 +43,7 @@ class Demand:
         engine = self.engine
         deadline = time.monotonic() + limit
         news = News(engine.hub, engine.ledger)
+        self._check_due = time.monotonic() + PRODUCER_CHECK_SECONDS
         while True:
             engine.writes.flush_partition(self.partition)
             order = self._order()
@@ -75,15 +77,18 @@ class Demand:
         stop: threading.Event | None,
     ) -> bool:
         while True:
-            fresh = news.wait(min(deadline, time.monotonic() + PRODUCER_CHECK_SECONDS), stop)
+            fresh = news.wait(min(deadline, self._check_due), stop)
+            now = time.monotonic()
             if stop is not None and stop.is_set():
                 return False
-            if time.monotonic() >= deadline:
+            if now >= deadline:
                 raise WaitTimeout(self._what_is_missing(order, limit))
+            if now >= self._check_due:
+                check_producers(self.engine.ledger)
+                self._check_due = now + PRODUCER_CHECK_SECONDS
+            self.engine.check_open()
             if fresh:
                 return True
-            check_producers(self.engine.ledger)
-            self.engine.check_open()
 
     def _what_is_missing(self, order: Order, waited: float) -> str:
         engine = self.engine

@@ -22,6 +22,7 @@ from tensordict import TensorDict
 from persisting_torch.errors import (
     PersistingError,
     QueueClosed,
+    StaleOwner,
 )
 from persisting_torch.queue import lifecycle
 from persisting_torch.queue.assignments import Assignment, Assignments, Last
@@ -31,7 +32,7 @@ from persisting_torch.queue.commit import Committer
 from persisting_torch.queue.demand import LONGEST_WAIT_SECONDS, Demand
 from persisting_torch.queue.intake import Intake
 from persisting_torch.queue.late import LateFields
-from persisting_torch.queue.lease import RENEW_SECONDS, end_lease, take_lease
+from persisting_torch.queue.lease import RENEW_SECONDS, end_lease, renew_lease, take_lease
 from persisting_torch.queue.ledger import Ledger
 from persisting_torch.queue.locks import FileLock
 from persisting_torch.queue.meta import BatchMeta
@@ -39,7 +40,7 @@ from persisting_torch.queue.metrics import Metrics
 from persisting_torch.queue.names import check_name
 from persisting_torch.queue.place import Place
 from persisting_torch.queue.producers import beat, producing
-from persisting_torch.queue.reads import Reads
+from persisting_torch.queue.reads import Reads, check_range
 from persisting_torch.queue.runs import Int64s
 from persisting_torch.queue.storage import RowStore
 from persisting_torch.queue.stored import ZeroCopyMode
@@ -138,6 +139,7 @@ class Engine:
     def records(self, limit: int, offset: int = 0) -> list[dict[str, Any]]:
         """Up to `limit` records after the first `offset`, in order, waiting ones included."""
         self.check_open()
+        check_range(limit, offset)
         return self.reads.records(limit, offset, self.writes.waiting())
 
     def stream(self, offset: int = 0) -> Stream:
@@ -219,7 +221,7 @@ class Engine:
         needed = self.needed(fields)
         names = self.reads.names_of(fields)
         if self.intake.buffer.chunks and (
-            self.claims.available(task, partition, needed) < batch_size
+            sampler is not None or self.claims.available(task, partition, needed) < batch_size
         ):
             self.writes.flush_partition(partition)
         check_name(task, "task_name")
@@ -347,7 +349,7 @@ class Engine:
     def books_of(self, task: str, partition: str) -> dict[str, int]:
         """How often each sample of the partition is in a committed global batch of the task.
 
-        Counts of samples: "put", "once", "twice" (or more), "never".
+        Counts of samples, cleared ones included: "put", "once", "twice" (or more), "never".
         """
         self.check_open()
         cursor = self.assignments.cursor(task, partition)
@@ -359,13 +361,14 @@ class Engine:
         ]
         with self.ledger.reading() as tx:
             self.books.refresh(tx)
-            put = self.books.ready_whoever_took(partition, frozenset())
+            known = self.books.partitions.get(partition)
+            put = 0 if known is None else len(known.arrived)
         counts = np.unique(np.array(trained, dtype=np.int64), return_counts=True)[1]
         return {
-            "put": len(put),
+            "put": put,
             "once": int((counts == 1).sum()),
             "twice": int((counts > 1).sum()),
-            "never": len(put) - len(counts),
+            "never": put - len(counts),
         }
 
     # Producers
@@ -393,7 +396,7 @@ class Engine:
         turns = [1.0]
         try:
             if self.place.writable and now >= self._lease_due:
-                take_lease(self.ledger, id(self))
+                renew_lease(self.ledger, id(self))
                 self._lease_due = now + RENEW_SECONDS
             if self._producers:
                 beat(self.ledger)
@@ -403,8 +406,8 @@ class Engine:
                 if oldest is not None and now - oldest >= interval:
                     self.writes.flush()
                 turns.append(max(0.005, min(interval / 4, 0.25)))
-        except QueueClosed:
-            pass  # by another thread, meanwhile
+        except (QueueClosed, StaleOwner):
+            pass  # those who use the queue are told, too
         except Exception as error:
             self._error = error
         return min(turns)
@@ -427,7 +430,7 @@ class Engine:
             lifecycle.unregister(self)
             with self.intake.lock, self.ledger.lock:
                 try:
-                    if self.place.writable:
+                    if self.place.writable and self.ledger.lost is None:
                         self.intake.give_back()
                         end_lease(self.ledger, id(self))
                 finally:

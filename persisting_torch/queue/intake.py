@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import threading
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -26,6 +27,7 @@ from persisting_torch.queue.ledger import Ledger
 from persisting_torch.queue.meta import BatchMeta
 from persisting_torch.queue.names import check_name
 from persisting_torch.queue.stored import ZeroCopyMode
+from persisting_torch.queue.waiting import POLL_SECONDS
 
 FEWEST_RESERVED = 64
 MOST_RESERVED = 4096
@@ -56,6 +58,7 @@ class Intake:
         self._next = self._end = 0
         self._reserved = FEWEST_RESERVED // 2
         self._closed = False
+        self._looked = time.monotonic()
 
     @property
     def full(self) -> bool:
@@ -98,9 +101,9 @@ class Intake:
             self._check_partition(partition)
             self.admit_records(rows)
             first = self._indexes(len(rows))
-            self._add(Chunk(partition, first, rows), keys, tags)
-            names = dict.fromkeys(name for row in rows for name in row)
-            return BatchMeta(range(first, first + len(rows)), partition, tuple(names))
+            chunk = Chunk(partition, first, rows)
+            self._add(chunk, keys, tags)
+            return BatchMeta(chunk.indexes, partition, chunk.field_names)
 
     def put_tensordict(
         self,
@@ -117,10 +120,9 @@ class Intake:
             self._check_partition(partition)
             self.admit_batch(batch)
             first = self._indexes(batch.length)
-            self._add(Chunk(partition, first, batch=batch), keys, tags)
-            names = [column[0] for column in batch.columns] + [name for name, _ in batch.empty]
-            unique = tuple(dict.fromkeys(names))
-            return BatchMeta(range(first, first + batch.length), partition, unique)
+            chunk = Chunk(partition, first, batch=batch)
+            self._add(chunk, keys, tags)
+            return BatchMeta(chunk.indexes, partition, chunk.field_names)
 
     def snapshot(self, records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         """Records with their values checked and copied."""
@@ -177,6 +179,11 @@ class Intake:
                 " can be put."
             )
         books = self.books
+        now = time.monotonic()
+        if now - self._looked > POLL_SECONDS:
+            self._looked = now
+            with self.ledger.reading() as tx:
+                books.refresh(tx)
         known = books.partitions.get(partition)
         if known is not None and known.sealed is None and books.sealed is None:
             return
@@ -193,6 +200,13 @@ class Intake:
         """Check the types of copied records against the fields, registering what is new."""
         schema = self.books.schema
         self.admit(dict.fromkeys(new for row in rows for new in new_types(row, schema)))
+
+    def admit_chunk(self, chunk: Chunk) -> None:
+        """Check the types of a chunk's values likewise."""
+        if chunk.batch is None:
+            self.admit_records(chunk.rows)
+        else:
+            self.admit_batch(chunk.batch)
 
     def admit_batch(self, batch: EncodedBatch) -> None:
         """Check the types of an encoded batch likewise."""

@@ -11,7 +11,7 @@ from tensordict import TensorDict, TensorDictBase
 from persisting_torch.errors import SchemaError
 from persisting_torch.queue.meta import BatchMeta
 from persisting_torch.queue.names import check_name
-from persisting_torch.queue.queue import _in_thread
+from persisting_torch.queue.threads import in_thread
 
 if TYPE_CHECKING:
     from persisting_torch.queue.queue import Queue
@@ -70,7 +70,7 @@ class KVInterface:
 
         Known keys are updated, new ones are put. Raises as kv_put does.
         """
-        await _in_thread(self._put, list(keys), data, partition_id, tags)
+        await in_thread(self._put, list(keys), data, partition_id, tags)
 
     async def kv_batch_get(
         self, keys: Sequence[str], partition_id: str, fields: Sequence[str] | None = None
@@ -79,15 +79,15 @@ class KVInterface:
 
         Raises KeyError naming unknown keys.
         """
-        return await _in_thread(self._get, list(keys), partition_id, fields)
+        return await in_thread(self._get, list(keys), partition_id, fields)
 
     async def kv_list(self, partition_id: str) -> list[tuple[str, Tag | None]]:
         """All keys of a partition with their tags, sorted by key."""
-        return await _in_thread(self._list, partition_id)
+        return await in_thread(self._list, partition_id)
 
     async def kv_clear(self, keys: Sequence[str], partition_id: str) -> None:
         """Remove keys and their samples for good. Raises KeyError naming unknown keys."""
-        await _in_thread(self._clear, list(keys), partition_id)
+        await in_thread(self._clear, list(keys), partition_id)
 
     def _put(
         self,
@@ -97,9 +97,8 @@ class KVInterface:
         tags: Sequence[Tag | None] | None,
     ) -> None:
         texts = _texts(keys, tags)
-        known = self._find(keys, partition)
         if data is None:
-            _refuse_unknown(keys, known, self.queue.name, partition)
+            _refuse_unknown(keys, self._find(keys, partition), self.queue.name, partition)
             self._tag(keys, partition, texts)
             return
         if len(data) != len(keys):
@@ -107,8 +106,22 @@ class KVInterface:
                 f"queue {self.queue.name!r}: {len(data)} samples were given for {len(keys)} keys."
                 " Give one for each, in their order."
             )
+        # Two processes that both find a key unknown would both put a sample for it.
+        with self._engine.writes.alone():
+            self._put_samples(keys, data, partition, texts)
+
+    def _put_samples(
+        self,
+        keys: list[str],
+        data: Sequence[dict[str, Any]] | TensorDictBase,
+        partition: str,
+        texts: list[str | None],
+    ) -> None:
+        known = self._find(keys, partition)
         old = [at for at, key in enumerate(keys) if key in known]
         new = [at for at, key in enumerate(keys) if key not in known]
+        if old and new:
+            self._engine.writes.admit(data)
         if new:
             self._engine.writes.put_with_keys(
                 _pick(data, new), partition, [keys[at] for at in new], [texts[at] for at in new]

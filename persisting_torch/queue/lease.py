@@ -9,7 +9,7 @@ import sqlite3
 import time
 from pathlib import Path
 
-from persisting_torch.errors import BucketUnavailable
+from persisting_torch.errors import BucketUnavailable, StaleOwner
 from persisting_torch.queue.ledger import Ledger
 
 LEASE_SECONDS = 30.0
@@ -48,6 +48,18 @@ def take_lease(ledger: Ledger, handle: int) -> None:
         tx.execute(
             "INSERT OR REPLACE INTO leases VALUES (?, ?, ?, ?, ?, ?)",
             (host(), boot(), os.getpid(), handle, socket.gethostname(), now + LEASE_SECONDS),
+        )
+
+
+def renew_lease(ledger: Ledger, handle: int) -> None:
+    """Renew it. Where another host has the queue by now, the ledger refuses all further use."""
+    try:
+        take_lease(ledger, handle)
+    except BucketUnavailable as error:
+        ledger.lost = StaleOwner(
+            f"queue {ledger.place.queue!r} was taken over by another host while this process slept"
+            f" for more than {LEASE_SECONDS:g} s; nothing more can be read or written through this"
+            f" handle. Close it. ({error})"
         )
 
 

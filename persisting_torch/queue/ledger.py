@@ -15,7 +15,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from urllib.parse import quote
 
-from persisting_torch.errors import FormatError, PersistingError, QueueClosed, WaitTimeout
+from persisting_torch.errors import (
+    FormatError,
+    PersistingError,
+    QueueClosed,
+    StaleOwner,
+    WaitTimeout,
+)
 from persisting_torch.queue.place import Place
 
 LEDGER_FORMAT = 1
@@ -88,6 +94,7 @@ class Ledger:
         self.place = place
         self.fsync = fsync
         self.closed = False
+        self.lost: StaleOwner | None = None
         self.lock = threading.RLock()
         self._watch_lock = threading.Lock()
         self._copy: tempfile.TemporaryDirectory[str] | None = None
@@ -187,12 +194,14 @@ class Ledger:
         return connection
 
     def check_open(self) -> None:
-        """Raise QueueClosed if the queue was closed."""
+        """Raise QueueClosed if the queue was closed, StaleOwner if another host has taken it."""
         if self.closed:
             raise QueueClosed(
                 f"queue {self.place.queue!r} was closed. Open it again with"
                 f" Queue({self.place.queue!r}, ...)."
             )
+        if self.lost is not None:
+            raise self.lost
 
     def close(self) -> None:
         with self.lock, self._watch_lock:
@@ -233,8 +242,9 @@ class Ledger:
                 f"waited {BUSY_SECONDS:g} s to write {where}: another process keeps it locked."
                 " See which one with `fuser`."
             )
+        done = "written" if self.place.writable else "read"
         return PersistingError(
-            f"{where} cannot be written: {error}. Make room or access and try again."
+            f"{where} cannot be {done}: {error}. Make room or access and try again."
         )
 
     @contextmanager

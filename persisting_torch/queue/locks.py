@@ -89,6 +89,9 @@ class FileLock:
                 os.close(file)
         self._turnstile = self._file = -1
 
+    def __del__(self) -> None:
+        self.close()
+
     def __enter__(self) -> FileLock:
         if not self.acquire(self.limit):
             raise WaitTimeout(

@@ -107,6 +107,11 @@ class BatchMeta:
             self._indexes, self.partition_id, tuple(dict.fromkeys(field_names)), self._custom_meta
         )
 
+    def with_fields(self, field_names: Sequence[str]) -> BatchMeta:
+        """The same samples with these fields too, after those that it has."""
+        names = tuple(dict.fromkeys([*self._fields, *field_names]))
+        return BatchMeta(self._indexes, self.partition_id, names, self._custom_meta)
+
     def select_samples(self, positions: Iterable[SupportsIndex]) -> BatchMeta:
         """The samples at these positions, in this order; a position may come more than once.
 

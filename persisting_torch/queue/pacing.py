@@ -1,4 +1,4 @@
-"""Back-pressure: puts wait while the queue holds more unconsumed samples than its capacity."""
+"""Back-pressure: puts wait while the queue holds as many unconsumed samples as its capacity."""
 
 from __future__ import annotations
 
@@ -14,23 +14,37 @@ if TYPE_CHECKING:
 LONGEST_WAIT_SECONDS = 600.0
 
 
-def await_room(engine: Engine, capacity: int, partition: str) -> None:
-    """Wait until the queue, waiting samples included, holds fewer unconsumed than `capacity`.
+class Room:
+    """The wait of one put for room in its queue."""
 
-    Raises WaitTimeout after 600 s.
-    """
-    news = News(engine.hub, engine.ledger)
-    deadline = time.monotonic() + LONGEST_WAIT_SECONDS
-    while unconsumed(engine) >= capacity:
-        engine.flush()
-        if unconsumed(engine) < capacity:
-            return
-        if not news.wait(deadline):
-            raise WaitTimeout(
-                f"waited {LONGEST_WAIT_SECONDS:g} s to put into {engine.place.queue}/{partition}:"
-                f" it holds {unconsumed(engine)} unconsumed samples and its capacity is {capacity}."
-                " Check the trainers that should consume them, or raise capacity."
-            )
+    def __init__(self, engine: Engine, partition: str) -> None:
+        self._engine = engine
+        self._partition = partition
+        self._news = News(engine.hub, engine.ledger)
+        self._deadline = time.monotonic() + LONGEST_WAIT_SECONDS
+
+    def wait(self) -> None:
+        """Return when there may be room. Raises WaitTimeout 600 s after the wait began."""
+        if not self._news.wait(self._deadline):
+            raise self._timeout()
+
+    async def wait_async(self) -> None:
+        """The same without holding up the event loop."""
+        if not await self._news.wait_async(self._deadline):
+            raise self._timeout()
+
+    def _timeout(self) -> WaitTimeout:
+        engine = self._engine
+        return WaitTimeout(
+            f"waited {LONGEST_WAIT_SECONDS:g} s to put into {engine.place.queue}/{self._partition}:"
+            f" it holds {unconsumed(engine)} unconsumed samples and its capacity is"
+            f" {engine.capacity}. Check the trainers that should consume them, or raise capacity."
+        )
+
+
+def has_room(engine: Engine) -> bool:
+    """Whether the queue, waiting samples included, holds fewer unconsumed than its capacity."""
+    return engine.capacity is None or unconsumed(engine) < engine.capacity
 
 
 def unconsumed(engine: Engine) -> int:

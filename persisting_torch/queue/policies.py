@@ -103,13 +103,13 @@ class Policy:
     def _load(self, newest: Announcement) -> PolicyWeights | None:
         """None if newer policies have taken the place of this one meanwhile."""
         try:
-            state = torch.load(
-                self.folder / newest.file, map_location="cpu", weights_only=True, mmap=True
-            )
+            file = open(self.folder / newest.file, "rb")  # noqa: SIM115  (closed by the `with`)
         except FileNotFoundError:
             if read_pointer(self.folder) == newest:
                 raise
             return None
+        with file:
+            state = torch.load(file, map_location="cpu", weights_only=True)
         return PolicyWeights(newest.version, newest.published, state)
 
     def _what_is_missing(

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 from tensordict import TensorDict, TensorDictBase
 
 from persisting_torch.queue.engine import Engine
 from persisting_torch.queue.meta import BatchMeta
 from persisting_torch.queue.place import open_place
+from persisting_torch.queue.reads import check_range
 from persisting_torch.queue.report import stats
-from persisting_torch.queue.threads import threads
+from persisting_torch.queue.threads import in_thread
 
 if TYPE_CHECKING:
     import lance
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from persisting_torch.queue.reader import QueueReader
     from persisting_torch.queue.writer import QueueWriter
 
-Answer = TypeVar("Answer")
 RECORDS_A_STEP = 100
 
 
@@ -84,6 +83,8 @@ class Queue:
             zerocopy_mode,
             durability,
             capacity,
+            num_buckets,
+            bucket_column,
             storage_options,
         )
         self.name = name
@@ -124,13 +125,16 @@ class Queue:
         then kept in memory.
         """
         if metadata is not None:
-            return await _in_thread(self.engine.writes.put_fields, data, metadata)
-        if self.engine.capacity is not None or not isinstance(data, dict):
-            meta = await _in_thread(self.engine.writes.put, data, partition_id)
+            return await in_thread(self.engine.writes.put_fields, data, metadata)
+        writes = self.engine.writes
+        if self.engine.capacity is not None:
+            meta = await writes.put_when_room(data, partition_id)
+        elif isinstance(data, dict):
+            meta = writes.put(data, partition_id)
         else:
-            meta = self.engine.writes.put(data, partition_id)
-        if self.engine.writes.full:
-            await _in_thread(self.engine.flush)
+            meta = await in_thread(writes.put, data, partition_id)
+        if writes.wants_flush(meta):
+            await in_thread(self.engine.flush)
         return meta
 
     async def put_batch(
@@ -141,7 +145,7 @@ class Queue:
 
     async def flush(self) -> None:
         """Write what waits in memory. Raises FlushFailed, with the samples kept, if it cannot."""
-        await _in_thread(self.engine.flush)
+        await in_thread(self.engine.flush)
 
     # Reading in order
 
@@ -150,7 +154,7 @@ class Queue:
 
         Each record has every field of the queue, None where it has no value. Marks nothing.
         """
-        return await _in_thread(self.engine.records, limit, offset)
+        return await in_thread(self.engine.records, limit, offset)
 
     async def stream(
         self,
@@ -164,11 +168,12 @@ class Queue:
         With `wait`, waits for further records instead of ending; `timeout` seconds without one end
         it (None: never).
         """
+        check_range(limit, offset)
         stream = self.engine.stream(offset)
         left, deadline = limit, _deadline(timeout)
         while left is None or left > 0:
             step = RECORDS_A_STEP if left is None else min(left, RECORDS_A_STEP)
-            records = await _in_thread(stream.next, step)
+            records = await in_thread(stream.next, step)
             if records:
                 left = None if left is None else left - len(records)
                 yield records
@@ -194,7 +199,7 @@ class Queue:
         the sampler; with dp_rank and batch_index in it, whoever asks for the same again, in
         whatever process, gets the same samples. The answer has size 0 if nothing is ready.
         """
-        return await _in_thread(
+        return await in_thread(
             self.engine.claim, fields, batch_size, task_name, partition_id, sampler, sampling
         )
 
@@ -203,7 +208,7 @@ class Queue:
 
         Raises KeyError for samples that the queue does not hold.
         """
-        return await _in_thread(self.engine.data_of, meta, partition_id)
+        return await in_thread(self.engine.data_of, meta, partition_id)
 
     async def get_batch(
         self,
@@ -215,7 +220,7 @@ class Queue:
         **sampling: Any,
     ) -> TensorDict:
         """`get_meta` and `get_data` in one."""
-        return await _in_thread(
+        return await in_thread(
             self.engine.claim_batch, fields, batch_size, task_name, partition_id, sampler, sampling
         )
 
@@ -223,25 +228,25 @@ class Queue:
         self, task_name: str, global_indexes: Sequence[int], partition_id: str = "default"
     ) -> None:
         """Mark samples as consumed by a task. Raises KeyError for samples that are not there."""
-        await _in_thread(self.engine.mark, task_name, partition_id, global_indexes)
+        await in_thread(self.engine.mark, task_name, partition_id, global_indexes)
 
     async def reset_consumption(self, task_name: str, partition_id: str = "default") -> None:
         """Let a task begin anew: nothing in the partition is consumed or assigned for it."""
-        await _in_thread(self.engine.reset, task_name, partition_id)
+        await in_thread(self.engine.reset, task_name, partition_id)
 
     async def clear(self, global_indexes: Sequence[int], partition_id: str = "default") -> None:
         """Remove samples for good. Raises KeyError, removing nothing, if one is not there."""
-        await _in_thread(self.engine.clear, partition_id, global_indexes)
+        await in_thread(self.engine.clear, partition_id, global_indexes)
 
     async def seal(self, partition_id: str | None = None) -> None:
         """Say that no more samples will come to a partition (None: to the whole queue)."""
-        await _in_thread(self.engine.seal, partition_id)
+        await in_thread(self.engine.seal, partition_id)
 
     # The rest
 
     async def stats(self) -> dict[str, Any]:
         """Figures of the queue: samples, bytes, partitions, tasks, fields, upkeep."""
-        return await _in_thread(stats, self.engine)
+        return await in_thread(stats, self.engine)
 
     def __len__(self) -> int:
         """Samples in the queue, waiting ones of this process included, cleared ones not."""
@@ -295,7 +300,7 @@ class Queue:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        await _in_thread(self.close)
+        await in_thread(self.close)
 
     def __repr__(self) -> str:
         return f"Queue({self.name!r}, {self.storage_path!r})"
@@ -322,7 +327,7 @@ class SyncQueue:
         if metadata is not None:
             return self._engine.writes.put_fields(data, metadata)
         meta = self._engine.writes.put(data, partition_id)
-        if self._engine.writes.full:
+        if self._engine.writes.wants_flush(meta):
             self._engine.flush()
         return meta
 
@@ -344,6 +349,7 @@ class SyncQueue:
         timeout: float | None = None,
     ) -> Iterator[list[dict[str, Any]]]:
         """See Queue.stream."""
+        check_range(limit, offset)
         stream = self._engine.stream(offset)
         left, deadline = limit, _deadline(timeout)
         while left is None or left > 0:
@@ -416,11 +422,6 @@ def _deadline(timeout: float | None) -> float:
     return float("inf") if timeout is None else time.monotonic() + timeout
 
 
-async def _in_thread(call: Callable[..., Answer], *arguments: Any) -> Answer:
-    """Run what may touch the disk beside the event loop."""
-    return await asyncio.get_running_loop().run_in_executor(threads(), call, *arguments)
-
-
 def _check_options(
     name: str,
     batch_size: int,
@@ -428,6 +429,8 @@ def _check_options(
     zerocopy_mode: str,
     durability: str,
     capacity: int | None,
+    num_buckets: int,
+    bucket_column: str,
     storage_options: dict[str, str] | None,
 ) -> None:
     if not isinstance(batch_size, int) or batch_size < 1:
@@ -448,6 +451,10 @@ def _check_options(
         )
     if capacity is not None and capacity < 1:
         raise ValueError(f"queue {name!r}: capacity must be at least 1 or None, got {capacity!r}.")
+    if not isinstance(num_buckets, int) or num_buckets < 1:
+        raise ValueError(f"queue {name!r}: num_buckets must be at least 1, got {num_buckets!r}.")
+    if not isinstance(bucket_column, str) or not bucket_column:
+        raise ValueError(f"queue {name!r}: bucket_column must name a field, got {bucket_column!r}.")
     if storage_options:
         raise ValueError(
             f"queue {name!r}: storage_options are for object stores; this queue lives on a file"

@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from persisting_torch.queue.threads import in_thread
+
 if TYPE_CHECKING:
     from persisting_torch.queue.queue import Queue
 
@@ -45,12 +47,12 @@ class QueueReader:
         self, limit: int | None = None, wait: bool = False, timeout: float | None = None
     ) -> AsyncIterator[list[dict[str, Any]]]:
         """Lists of further records, `limit` in all (None: no limit)."""
-        from persisting_torch.queue.queue import _deadline, _in_thread
+        from persisting_torch.queue.queue import _deadline
 
         left, deadline = limit, _deadline(timeout)
         while left is None or left > 0:
             share = STEP if left is None else min(left, STEP)
-            records, met = await _in_thread(self._step, share)
+            records, met = await in_thread(self._step, share)
             if records:
                 left = None if left is None else left - len(records)
                 yield records

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import torch
-from pyroaring import BitMap64
 from tensordict import TensorDict
 
 from persisting_torch.queue.books import Books
@@ -171,9 +170,10 @@ class Reads:
 
         A name that was never put stays as it is: its samples may still come.
         """
-        known = self.books.schema.fields
+        with self.ledger.lock:
+            known = list(self.books.schema.fields)
         if fields is None:
-            return list(known)
+            return known
         names: list[str] = []
         for field in fields:
             if field == INDEX_COLUMN and field not in known:
@@ -194,7 +194,7 @@ class Reads:
             self._follow()
             names = self.names_of(fields)
             self._check_names(names)
-            rows = self._rows_of(indexes)
+            rows = self._rows_of(partition, indexes)
             schema = self.books.schema
             late = [name for name in names if self.late.holds(name)]
         table = self._table(rows, indexes, names, late)
@@ -218,29 +218,22 @@ class Reads:
         """Raise KeyError naming indexes that the partition does not hold."""
         with self.ledger.lock:
             self._follow()
-            self._rows_of(indexes)
-            where = self.books.partitions.get(partition)
-            stray = set_of(indexes.tolist()) - (BitMap64() if where is None else where.arrived)
-        if stray:
+            self._rows_of(partition, indexes)
+
+    def _rows_of(self, partition: str, indexes: Int64s) -> Int64s:
+        unknown = self.books.strays(partition, indexes)
+        if unknown:
             raise KeyError(
                 f"{self.books.schema.queue}/{partition} holds no samples with global indexes"
-                f" {list(stray)[:10]}: they are in another partition."
-            )
-
-    def _rows_of(self, indexes: Int64s) -> Int64s:
-        rows = self.books.runs.rows_of(indexes)
-        if len(rows) and rows.min() < 0:
-            unknown = indexes[rows < 0][:10].tolist()
-            raise KeyError(
-                f"queue {self.books.schema.queue!r} holds no samples with global indexes {unknown}."
+                f" {unknown}."
             )
         if self.books.cleared_indexes:
-            gone = self.books.cleared_indexes & BitMap64(indexes.tolist())
+            gone = self.books.cleared_indexes & set_of(indexes)
             if gone:
                 raise KeyError(
                     f"samples {list(gone)[:10]} of queue {self.books.schema.queue!r} were cleared."
                 )
-        return rows
+        return self.books.runs.rows_of(indexes)
 
     def _table(
         self, rows: Int64s, indexes: Int64s, names: list[str], late: list[str] | None = None
@@ -259,25 +252,28 @@ class Reads:
 
     def clear(self, partition: str, indexes: Sequence[int]) -> None:
         """Enter samples as cleared; upkeep removes their rows."""
-        members = set_of(indexes)
         with self.ledger.transaction() as tx:
             self.books.refresh(tx)
-            where = self.books.partitions.get(partition)
-            unknown = members - where.arrived if where is not None else members
+            unknown = self.books.strays(partition, indexes)
             if unknown:
                 raise KeyError(
                     f"{self.books.schema.queue}/{partition} holds no samples with global indexes"
-                    f" {list(unknown)[:10]}; nothing was cleared."
+                    f" {unknown}; nothing was cleared."
                 )
-            assert where is not None or not members
-            members -= self.books.cleared_indexes
-            if where is not None and members:
+            members = set_of(indexes) - self.books.cleared_indexes
+            if members:
                 tx.execute(
                     "INSERT INTO cleared (partition, first, count, members) VALUES (?, ?, ?, ?)",
-                    (where.id, *pack_set(members)),
+                    (self.books.partitions[partition].id, *pack_set(members)),
                 )
                 for index in members:
                     tx.execute("DELETE FROM keys WHERE sample = ?", (index,))
+
+
+def check_range(limit: int | None, offset: int) -> None:
+    """Raise ValueError for a negative limit or offset; a limit of None is none."""
+    if offset < 0 or (limit is not None and limit < 0):
+        raise ValueError(f"limit and offset must not be negative, got {limit} and {offset}.")
 
 
 def _nth_present(cleared: Int64s, start: int, stop: int) -> Int64s:

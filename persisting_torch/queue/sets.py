@@ -61,4 +61,4 @@ def set_of(indexes: Iterable[int]) -> BitMap64:
         found = BitMap64()
         found.add_range(indexes.start, indexes.stop)
         return found
-    return BitMap64(indexes)
+    return BitMap64(indexes.tolist() if isinstance(indexes, np.ndarray) else indexes)

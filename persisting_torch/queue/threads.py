@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 from collections.abc import Callable
@@ -75,6 +76,11 @@ def threads() -> Threads:
     """The threads of this process."""
     found = _of_process.get(os.getpid())
     return _of_process.setdefault(os.getpid(), Threads()) if found is None else found
+
+
+async def in_thread(call: Callable[..., Answer], *arguments: Any) -> Answer:
+    """Run what may touch the disk beside the event loop."""
+    return await asyncio.get_running_loop().run_in_executor(threads(), call, *arguments)
 
 
 def undisturbed(call: Callable[..., Answer], *arguments: Any) -> Answer:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import sqlite3
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 from tensordict import TensorDictBase, is_tensor_collection
 
 from persisting_torch.errors import FlushFailed, PersistingError, SchemaError
 from persisting_torch.queue.buffer import Chunk, compose
 from persisting_torch.queue.intake import own_chunks
 from persisting_torch.queue.meta import BatchMeta
-from persisting_torch.queue.pacing import await_room
+from persisting_torch.queue.pacing import Room, has_room
 from persisting_torch.queue.runs import Int64s
-from persisting_torch.queue.threads import undisturbed
+from persisting_torch.queue.threads import in_thread, undisturbed
 
 if TYPE_CHECKING:
     from persisting_torch.queue.engine import Engine
@@ -38,11 +40,42 @@ class Writes:
         data: dict[str, Any] | Sequence[dict[str, Any]] | TensorDictBase,
         partition: str = "default",
     ) -> BatchMeta:
-        """Samples into memory, with their indexes; `full` says whether to flush."""
+        """Samples into memory, with their indexes; `wants_flush` says whether to flush.
+
+        Where the queue has a capacity, waits for room. Raises WaitTimeout after 600 s.
+        """
+        if self.engine.capacity is None:
+            return self.put_now(data, partition)
+        room = Room(self.engine, partition)
+        while (meta := self.put_if_room(data, partition)) is None:
+            room.wait()
+        return meta
+
+    async def put_when_room(
+        self, data: dict[str, Any] | Sequence[dict[str, Any]] | TensorDictBase, partition: str
+    ) -> BatchMeta:
+        """The same, holding up neither the event loop nor a thread while it waits."""
+        room = Room(self.engine, partition)
+        while (meta := await in_thread(self.put_if_room, data, partition)) is None:
+            await room.wait_async()
+        return meta
+
+    def put_if_room(
+        self, data: dict[str, Any] | Sequence[dict[str, Any]] | TensorDictBase, partition: str
+    ) -> BatchMeta | None:
+        """Put, unless the queue is full: then what waits is flushed, for consumers to find."""
+        with self.intake.lock:
+            if has_room(self.engine):
+                return self.put_now(data, partition)
+        self.engine.flush()
+        return None
+
+    def put_now(
+        self, data: dict[str, Any] | Sequence[dict[str, Any]] | TensorDictBase, partition: str
+    ) -> BatchMeta:
+        """Put without regard to the capacity."""
         engine = self.engine
         engine.check_open(writing=True)
-        if engine.capacity is not None:
-            await_room(engine, engine.capacity, partition)
         if isinstance(data, dict):
             meta = self.intake.put_record(data, partition)
         else:
@@ -89,44 +122,68 @@ class Writes:
     ) -> BatchMeta:
         """Fields into samples that exist, on disk when this returns.
 
-        Raises SchemaError if there are not as many values as samples, KeyError for unknown samples.
+        Returns the metadata with these fields added. Raises SchemaError if there are not as many
+        values as samples, or a sample is named twice; KeyError for samples that are not there.
         """
         engine = self.engine
         engine.check_open(writing=True)
-        chunk = self._fields_chunk(data, meta)
+        chunk = self._fields_chunk(data, meta.partition_id)
         indexes = meta.index_array()
         if len(chunk) != len(indexes):
             raise SchemaError(
                 f"queue {engine.place.queue!r}: {len(chunk)} values were given for the"
                 f" {len(indexes)} samples of the metadata. Give one for each, in their order."
             )
+        if len(np.unique(indexes)) < len(indexes):
+            raise SchemaError(
+                f"queue {engine.place.queue!r}: the metadata names a sample more than once, so that"
+                " it is not said which value it gets. Name each sample once."
+            )
         if len(chunk):
             self.flush()
             engine.reads.check_indexes(meta.partition_id, indexes)
+            self.intake.admit_chunk(chunk)
             with engine.ledger.lock:
                 late = engine.late.compose(chunk, indexes, engine.books.schema)
             keys = [(meta.partition_id, key, index, tag) for key, index, tag in tags]
-            undisturbed(engine.committer.append_late, late, meta.partition_id, keys)
+            try:
+                undisturbed(engine.committer.append_late, late, meta.partition_id, keys)
+            except OSError as error:
+                raise PersistingError(
+                    f"queue {engine.place.queue!r}: fields of {len(indexes)} samples could not be"
+                    f" written to {engine.place.bucket}: {error}. Make room or access and put them"
+                    " again."
+                ) from error
             engine.hub.notify()
-        return meta
+        return meta.with_fields(chunk.field_names)
 
     def _fields_chunk(
-        self, data: dict[str, Any] | Sequence[dict[str, Any]] | TensorDictBase, meta: BatchMeta
+        self, data: dict[str, Any] | Sequence[dict[str, Any]] | TensorDictBase, partition: str
     ) -> Chunk:
         if is_tensor_collection(data):
-            batch = self.intake.encode(cast(TensorDictBase, data))
-            self.intake.admit_batch(batch)
-            return Chunk(meta.partition_id, 0, batch=batch)
+            return Chunk(partition, 0, batch=self.intake.encode(cast(TensorDictBase, data)))
         rows = self.intake.snapshot([data] if isinstance(data, dict) else data)
-        self.intake.admit_records(rows)
-        return Chunk(meta.partition_id, 0, rows)
+        return Chunk(partition, 0, rows)
+
+    def admit(self, data: Sequence[dict[str, Any]] | TensorDictBase) -> None:
+        """Check values against the fields, registering what is new; SchemaError refuses all."""
+        self.intake.admit_chunk(self._fields_chunk(data, ""))
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Nobody else commits while the block runs, in whatever process."""
+        with self._flush_lock, self.engine.commit_lock:
+            yield
 
     # Flushing
 
-    @property
-    def full(self) -> bool:
-        """Whether so much waits that it wants to be flushed."""
-        return self.intake.full
+    def wants_flush(self, put: BatchMeta) -> bool:
+        """Whether a flush is due after this put.
+
+        After a large one always: it may still share the caller's memory, even if the flush of
+        another thread has begun with it.
+        """
+        return self.intake.full or put.size >= self.intake.batch_size
 
     def flush(self) -> None:
         """Write all that waits. Raises FlushFailed, with the samples kept, if it cannot."""

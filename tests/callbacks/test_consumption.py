@@ -100,6 +100,18 @@ def test_two_kills_while_accumulating_and_each_sample_still_counts_once(tmp_path
     assert weights.tolist() == [1.0] * SAMPLES
 
 
+@pytest.mark.slow
+def test_two_ranks_resume_exactly_and_end_together(tmp_path: Path) -> None:
+    fill(tmp_path, SAMPLES)
+    run_process(tmp_path, "--devices", "2", "--max-steps", "4")
+    (last,) = (tmp_path / "steps").glob("*step=3.ckpt")
+    steps = run_process(tmp_path, "--devices", "2", "--resume", str(last))
+    assert sorted(steps) == [4, 4, 5, 5, 6, 6]
+    weights = torch.load(tmp_path / "end" / "end.ckpt", weights_only=True)["state_dict"]["count"]
+    assert weights.tolist() == [1.0] * SAMPLES
+    assert committed(tmp_path) == 6
+
+
 # Resumed from every kind of checkpoint
 
 

@@ -30,15 +30,26 @@ def main() -> None:
     parser.add_argument("--resume", type=Path)
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("--max-steps", type=int, default=-1)
     given = parser.parse_args()
 
     data = PersistingDataModule(
         "q", str(given.path), batch_size=4, last="split", num_workers=given.workers, timeout=60
     )
-    model = Counting(given.samples, accumulate=given.accumulate)
+    # Ranks average their gradients, as accumulation does.
+    model = Counting(given.samples, accumulate=given.accumulate * given.devices)
     steps = ModelCheckpoint(given.path / "steps", every_n_train_steps=3, save_top_k=-1)
     end = ModelCheckpoint(given.path / "end", filename="end")
-    run = trainer(given.path, Narrator(), steps, end, accumulate_grad_batches=given.accumulate)
+    run = trainer(
+        given.path,
+        Narrator(),
+        steps,
+        end,
+        accumulate_grad_batches=given.accumulate,
+        devices=given.devices,
+        max_steps=given.max_steps,
+    )
     run.fit(model, data, ckpt_path=given.resume)
 
 

@@ -97,8 +97,10 @@ def test_tensors_that_come_through_workers_are_whole(tmp_path):
         queue.sync.put(data)
         queue.sync.put([{"text": "x", "tags": ["u", "v"]}] * 4, "words")
         queue.sync.seal()
-    got = torch.cat(list(loader_of(tmp_path, dataset={"fields": None}, num_workers=1)))
-    assert (got.select("a", "nested", "h") == data).all()
+    batches = list(loader_of(tmp_path, dataset={"fields": None}, num_workers=1))
+    batches[0]["new"] = torch.zeros(4)
+    got = torch.cat([batch.select("a", "nested", "h") for batch in batches])
+    assert (got == data).all()
     (words,) = loader_of(
         tmp_path, dataset={"fields": ["text", "tags"], "partition_id": "words"}, num_workers=1
     )

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 import warnings
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -46,6 +47,29 @@ def test_its_loaders_work_without_a_trainer(tmp_path):
     data.teardown("fit")
     data.setup("fit")
     assert list(data.train_dataloader()) == []
+
+
+def test_a_setup_that_is_overridden_without_super_is_refused(tmp_path):
+    class Own(PersistingDataModule):
+        def setup(self, stage: str) -> None:
+            pass
+
+    fill(tmp_path, 8)
+    with pytest.raises(RuntimeError, match=r"Own\.setup was not called"):
+        fit(Counting(8), Own("q", str(tmp_path), batch_size=2), tmp_path)
+
+
+def test_an_exception_in_validation_leaves_no_thread_and_no_open_queue(tmp_path):
+    class Failing(Counting):
+        def validation_step(self, batch: TensorDict, batch_idx: int) -> None:
+            raise RuntimeError("the validation step failed")
+
+    fill(tmp_path, 200)
+    data = data_of(tmp_path, val_partition_id="default")
+    with pytest.raises(RuntimeError, match="the validation step failed"):
+        fit(Failing(200), data, tmp_path)
+    assert [t for t in threading.enumerate() if "prefetch" in t.name] == []
+    assert data._handle._opened is None
 
 
 def test_a_missing_queue_is_said_before_training_starts(tmp_path):

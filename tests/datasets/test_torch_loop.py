@@ -40,6 +40,7 @@ def train(path: str, *, accumulate: int = 1, every: int = 3, dies: str = "", **h
     optimizer = model.optimizer()
     loader = loader_of(path, **how)
     checkpoint, step, held = Path(path) / "checkpoint.pt", 0, 0
+
     def save() -> None:
         parts = {"model": model, "optimizer": optimizer, "loader": loader}
         states = {name: part.state_dict() for name, part in parts.items()}

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -121,6 +122,14 @@ def test_a_lock_that_cannot_be_made_can_be_tried_again(tmp_path):
     (tmp_path / "folder").mkdir()
     with lock:
         pass
+
+
+def test_a_lock_that_nobody_has_any_more_gives_its_files_back(tmp_path):
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(10):
+        with FileLock(str(tmp_path / "lock")):
+            pass
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_the_death_of_its_holder_frees_it(tmp_path):
