@@ -178,7 +178,7 @@ def train(samples: int, step: Synchronized[int], checkpoint: Path | None) -> Non
         partition_id="train",
         val_partition_id="val",
         last="split",
-        timeout=60,
+        timeout=120,
     )
     trainer = Trainer(
         accelerator="cpu",

@@ -29,6 +29,9 @@ class PolicyPublisher(EveryNSteps):
     the trainer is killed; only rank zero writes, the other ranks help to gather sharded weights.
     A resumed training announces the version that it resumes from.
 
+    Workers may wait for the weights of each step before they make the samples of the next: as with
+    RolloutCallback, the Trainer asks for no batch ahead.
+
     Args:
         queue: the queue, or its name under `storage_path`, made if it is not there.
         keep: how many of the newest policies stay on disk; a reader that is slower than keep - 1

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal, Union, cast
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from tensordict import TensorDictBase, is_tensor_collection
 
 from persisting_torch.callbacks.holding import WritableQueue
@@ -40,11 +39,10 @@ class RolloutCallback(EveryNSteps):
     accumulate_grad_batches global batches. Else the loader waits for samples that nobody makes;
     `timeout` of the dataset makes that an error that says what is missing.
 
-    Strictly on-policy means that no batch is asked for before the step that it depends on is done.
-    Lightning asks one batch ahead where the length of the loader is unknown; the callback turns
-    that off. So the Trainer learns of the end of a sealed queue only by asking beyond it: batches
-    accumulated there for a step that stays incomplete are not used by any step, and there is no
-    validation at that end.
+    No batch is asked for before the step that it depends on is done: Lightning's habit to ask one
+    batch ahead, where the length of the loader is unknown, is turned off. So the Trainer learns of
+    the end of a sealed queue only by asking beyond it: batches accumulated there for a step that
+    stays incomplete are not used by any step, and there is no validation at that end.
 
     Rollouts are put once for each step of a run, whatever is killed and resumed: a training that
     resumes from a checkpoint finds those that it had put after it. A fit without a checkpoint is a
@@ -142,12 +140,6 @@ class RolloutCallback(EveryNSteps):
         keys = [f"{stem} {number}" for number in range(len(samples))]
         put_under_keys(queue, keys, samples, self.partition_id)
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        _ask_no_batch_ahead(trainer)
-
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        _ask_no_batch_ahead(trainer)
-
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
@@ -186,16 +178,3 @@ def _with_version(
     if batch.get(field, None) is None:
         batch[field] = torch.full(batch.batch_size[:1], version, device=batch.device)
     return batch
-
-
-def _ask_no_batch_ahead(trainer: Trainer) -> None:
-    """Make the Trainer ask for a batch when it needs it, and give back one it has fetched ahead.
-
-    It would ask for the next batch before it trains the one in hand, whose step makes that batch.
-    What is given back comes again as the first batch of the new iteration.
-    """
-    fetcher = trainer.fit_loop._data_fetcher
-    if isinstance(fetcher, _PrefetchDataFetcher) and fetcher.length is None:
-        fetcher.prefetch_batches = 0
-        if fetcher.batches:
-            iter(fetcher)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from lightning.pytorch.trainer.states import TrainerFn
 
 
@@ -14,7 +15,10 @@ class EveryNSteps(Callback):
     The Trainer asks for the first batch before `on_train_start`, and would wait for ever for
     samples that come of an action there. So the first action is in `on_fit_start`, when the model
     is on its device; there the step of a checkpoint is known, although `trainer.global_step` is
-    not yet restored. Strategies that restore later (FSDP, ModelParallel) act when they have.
+    not yet restored. With strategies that restore later (FSDP, ModelParallel) it is then.
+
+    For the same reason the Trainer is kept from asking for a batch before the step before it is
+    done, as it does where the length of the loader is unknown.
     """
 
     def __init__(self, every_n_steps: int) -> None:
@@ -59,6 +63,13 @@ class EveryNSteps(Callback):
         if not (trainer.strategy.restore_checkpoint_after_setup and trainer.ckpt_path):
             self._begin(trainer, pl_module)
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        _ask_no_batch_ahead(trainer)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # reload_dataloaders_every_n_epochs makes another fetcher, which has fetched already.
+        _ask_no_batch_ahead(trainer)
+
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -69,3 +80,15 @@ class EveryNSteps(Callback):
     def _begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._step = trainer.global_step if self._restored is None else self._restored
         self.begin(trainer, pl_module, self._step)
+
+
+def _ask_no_batch_ahead(trainer: Trainer) -> None:
+    """Make the Trainer ask for a batch when it needs it, and give back one it has fetched ahead.
+
+    What is given back comes again as the first batch of the new iteration.
+    """
+    fetcher = trainer.fit_loop._data_fetcher
+    if isinstance(fetcher, _PrefetchDataFetcher) and fetcher.length is None:
+        fetcher.prefetch_batches = 0
+        if fetcher.batches:
+            iter(fetcher)

@@ -34,8 +34,9 @@ class ConsumptionCheckpoint(Callback):
     """
 
     def __init__(self) -> None:
-        self._cursors: dict[Identity, Cursor] = {}
         self._loaders: dict[Identity, PersistingDataLoader] = {}
+        self._restored: dict[Identity, dict[str, Any]] = {}
+        """States of a checkpoint, until their loaders are there."""
         self._written: dict[Identity, int] = {}
         """Cursors in a checkpoint that is being written, or was; not yet told to the queue."""
         self._stage = ""
@@ -44,17 +45,15 @@ class ConsumptionCheckpoint(Callback):
     def adopt(self, loader: PersistingDataLoader) -> None:
         """Count this loader's batches from now on."""
         dataset = loader.dataset
-        if not dataset.consume:
-            return
-        cursor = self._cursors.setdefault(dataset.identity, dataset.cursor)
-        if cursor is not dataset.cursor:
-            cursor.overtaken = cursor.overtaken or dataset.cursor.holding
-            dataset.cursor = cursor
-        cursor.driven = True
         former = self._loaders.get(dataset.identity)
         if former is not None and former is not loader:
             former.close()
+            dataset.go_on_from(former.dataset)
         self._loaders[dataset.identity] = loader
+        dataset.cursor.driven = True
+        restored = self._restored.pop(dataset.identity, None)
+        if restored is not None:
+            dataset.restore(restored)
 
     def commit_written(self, trainer: Trainer) -> None:
         """Tell the queue what the checkpoints written so far count as used."""
@@ -65,19 +64,16 @@ class ConsumptionCheckpoint(Callback):
         """End what reads ahead, and let the loaders count for themselves again."""
         for loader in self._loaders.values():
             loader.close()
-        for cursor in self._cursors.values():
-            cursor.driven = False
+            loader.dataset.cursor.driven = False
 
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """The cursors, as primitives: [{"k": ..., "queue": ..., "partition": ..., "task": ...}]."""
-        used = self._used()
-        self._written.update(used)
-        states = [
-            {"k": k, "queue": queue, "partition": partition, "task": task}
-            for (queue, partition, task), k in used.items()
-        ]
+        """The loaders' states, as primitives: [{"k": ..., "queue": ..., "partition": ..., ...}]."""
+        self._written.update(self._used())
+        datasets = [loader.dataset for loader in self._loaders.values()]
+        states = [d.state_at(d.cursor.used) for d in datasets if d.cursor.used is not None]
+        states += self._restored.values()
         return {"cursors": states} if states else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -86,8 +82,11 @@ class ConsumptionCheckpoint(Callback):
             return
         for state in state_dict["cursors"]:
             key = (state["queue"], state["partition"], state["task"])
-            self._cursors.setdefault(key, Cursor()).seek(state["k"])
             self._written[key] = state["k"]
+            if key in self._loaders:
+                self._loaders[key].dataset.restore(state)
+            else:
+                self._restored[key] = state
 
     # Hooks
 
@@ -102,6 +101,10 @@ class ConsumptionCheckpoint(Callback):
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._adopt_all(trainer)
 
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for loader in self._loaders.values():
+            loader.dataset.end_pass()
+
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
@@ -110,12 +113,12 @@ class ConsumptionCheckpoint(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        for cursor in self._cursors.values():
+        for cursor in self._cursors():
             cursor.finish()
         if trainer.global_step == self._global_step:
             return
         self._global_step = trainer.global_step
-        for cursor in self._cursors.values():
+        for cursor in self._cursors():
             cursor.step()
         if not _writes_checkpoints(trainer):
             self._commit(trainer, self._used())
@@ -140,15 +143,19 @@ class ConsumptionCheckpoint(Callback):
         if stage == "fit":
             self.release()
 
+    def _cursors(self) -> list[Cursor]:
+        return [loader.dataset.cursor for loader in self._loaders.values()]
+
     def _used(self) -> dict[Identity, int]:
-        return {key: c.used for key, c in self._cursors.items() if c.used is not None}
+        cursors = zip(self._loaders, self._cursors(), strict=True)
+        return {key: cursor.used for key, cursor in cursors if cursor.used is not None}
 
     def _adopt_all(self, trainer: Trainer) -> None:
         """Adopt the loaders that the Trainer has, and make it drop batches from before a seek."""
         for loader in tree_leaves(trainer.train_dataloader):
             if isinstance(loader, PersistingDataLoader):
                 self.adopt(loader)
-        if any(cursor.overtaken for cursor in self._cursors.values()):
+        if any(cursor.overtaken for cursor in self._cursors()):
             assert trainer.fit_loop._data_fetcher is not None
             iter(trainer.fit_loop._data_fetcher)
 

@@ -47,8 +47,10 @@ class Cursor:
         self.position = self.used = k
         self.seeks += 1
 
-    def begin(self) -> None:
-        """A new pass: batches handed out and not finished will be handed out again."""
+    def begin(self, k: int) -> None:
+        """A new pass begins with batch k: what is handed out and not finished no longer counts."""
+        if self.position != k:
+            self.position = self.used = k
         self._handed.clear()
         self.overtaken = False
 

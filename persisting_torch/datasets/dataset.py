@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
 from tensordict import TensorDictBase
 from torch.utils.data import IterableDataset, get_worker_info
 
+from persisting_torch.datasets.arguments import Last, check_arguments
 from persisting_torch.datasets.cursor import Cursor
 from persisting_torch.datasets.delivery import Delivery, Source
 from persisting_torch.datasets.handle import QueueHandle
 from persisting_torch.datasets.ranks import Ranks, discover
-from persisting_torch.datasets.reading import Pass, listed_slices
+from persisting_torch.datasets.reading import Listing, Pass, list_samples
 from persisting_torch.errors import PersistingError
 from persisting_torch.queue.names import check_name
 from persisting_torch.samplers import BaseSampler, ShuffleSampler
@@ -22,7 +24,7 @@ from persisting_torch.samplers import BaseSampler, ShuffleSampler
 if TYPE_CHECKING:
     from persisting_torch.queue import Queue
 
-Last = Literal["drop", "pad", "split"]
+log = logging.getLogger(__name__)
 
 
 class PersistingDataset(IterableDataset[Any]):
@@ -37,8 +39,9 @@ class PersistingDataset(IterableDataset[Any]):
     when the partition is sealed and nothing is left: the remainder that fills no global batch is
     dropped, padded by repetition, or split in smaller slices, as `last` says. In a plain loop a
     batch counts as consumed when the next one is asked for, so that a process that starts anew
-    begins with the batch that the one before had in hand; a loop with checkpoints keeps
-    `state_dict` in them instead, and under a Trainer ConsumptionCheckpoint decides.
+    begins with the batch that the one before had in hand. A loop with checkpoints keeps
+    `state_dict` in them instead, in one before the first batch already, and under a Trainer
+    ConsumptionCheckpoint decides.
 
     With `consume=False` every iteration is one pass over the samples that are ready when it
     begins, and nothing is marked. All ranks get the same number of batches, and every sample
@@ -95,7 +98,7 @@ class PersistingDataset(IterableDataset[Any]):
         transform: Callable[[TensorDictBase], Any] | None = None,
     ) -> None:
         super().__init__()
-        _check(batch_size, fields, sampler, consume, last, timeout, shuffle_seed)
+        check_arguments(batch_size, fields, sampler, consume, last, timeout, shuffle_seed)
         self.handle = QueueHandle(queue, storage_path)
         self.batch_size = batch_size
         self.fields = None if fields is None else list(fields)
@@ -116,6 +119,8 @@ class PersistingDataset(IterableDataset[Any]):
         self.batches_given = 0
         """How many batches they got."""
         self._epoch = 0
+        self._listing: Listing | None = None
+        self._resumed: dict[str, Any] | None = None
         self._newest: weakref.ref[Delivery] | None = None
         self._ranks: Ranks | None = None
         if dp_rank is not None or dp_size is not None:
@@ -130,8 +135,8 @@ class PersistingDataset(IterableDataset[Any]):
 
     @property
     def identity(self) -> tuple[str, str, str]:
-        """Queue, partition and task: whose cursor this is."""
-        return self.handle.name, self.partition_id, self.task_name
+        """Queue, partition and task ("" without consumption): whose cursor this is."""
+        return self.handle.name, self.partition_id, self.task_name if self.consume else ""
 
     def set_epoch(self, epoch: int) -> None:
         """Fix the order of the next pass with `consume=False` and a `shuffle_seed`.
@@ -171,38 +176,77 @@ class PersistingDataset(IterableDataset[Any]):
 
         In a plain loop the batch in hand counts as used. Taking a state says that the one taken
         before it has been saved: its batches are then committed as consumed. Under a Trainer it
-        is what optimizer steps have covered.
+        is what optimizer steps have covered. With `consume=False` it is the place in the epoch,
+        with what it takes to list the same samples in the same order again.
+
+        Raises PersistingError in the worker of a plain DataLoader, if the dataset consumes.
         """
         cursor = self.cursor
         if cursor.driven:
-            return self._state(cursor.used)
+            return self.state_at(cursor.used)
+        if not self.consume:
+            return self.state_at(cursor.reached())
+        if get_worker_info() is not None:
+            raise _refusal(self.handle.name)
         if cursor.state_taken is not None:
             self.commit(cursor.state_taken)
         cursor.state_taken = cursor.reached()
         if cursor.state_taken is None:
             cursor.state_taken = self.handle.engine.cursor(self.task_name, self.partition_id)
-        return self._state(cursor.state_taken)
+        return self.state_at(cursor.state_taken)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state, also in the middle of an iteration.
 
         Raises ValueError where it is the state of another queue, partition or task.
         """
-        if self.cursor.driven:
-            return
         told = (state["queue"], state["partition"], state["task"])
         if told != self.identity:
             raise ValueError(
                 f"the state is of task {told[2]!r} on {told[0]}/{told[1]}, and this dataset is of"
-                f" task {self.task_name!r} on {self.handle.name}/{self.partition_id}."
-                " Load the state that this dataset's loader gave."
+                f" task {self.identity[2]!r} on {self.handle.name}/{self.partition_id}. Load the"
+                " state that this dataset's loader gave."
             )
-        self.cursor.seek(state["k"])
+        if self.cursor.driven:
+            return
+        self.restore(state)
         self.cursor.state_taken = state["k"]
 
-    def _state(self, k: int | None) -> dict[str, Any]:
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from a state, whoever keeps it."""
+        if not self.consume:
+            self._resumed = state
+        self.cursor.seek(state["k"])
+
+    def go_on_from(self, former: PersistingDataset) -> None:
+        """Take the place of another dataset of the same identity."""
+        self.cursor = former.cursor
+        self._epoch = former._epoch
+        self._resumed = former._resumed
+
+    def end_pass(self) -> None:
+        """The epoch is over, also where its pass was cut short."""
+        self._listing = None
+
+    def state_at(self, k: int | None) -> dict[str, Any]:
+        """The state that goes on with batch k: of the task, or of the pass in progress.
+
+        A pass that is over goes on with the next epoch.
+        """
         name, partition, task = self.identity
-        return {"k": k, "queue": name, "partition": partition, "task": task}
+        state = {"k": k, "queue": name, "partition": partition, "task": task}
+        if self.consume:
+            return state
+        if self._resumed is not None:
+            return self._resumed
+        listing = self._listing
+        if listing is None or k is None or k >= len(listing.slices):
+            return state | {"k": 0, "epoch": self._epoch, "below": None, "samples": None}
+        return state | {
+            "epoch": listing.epoch,
+            "below": listing.below,
+            "samples": listing.samples,
+        }
 
     def settle(self) -> None:
         """The loop asks for more: what it holds counts as used, unless a Trainer counts."""
@@ -225,16 +269,37 @@ class PersistingDataset(IterableDataset[Any]):
     def begin(self) -> Pass:
         """A new pass: from the cursor on, or over all that is ready now."""
         if not self.consume:
-            epoch, self._epoch = self._epoch, self._epoch + 1
-            return Pass(self, 0, listed_slices(self, epoch))
+            return self._begin_listing()
         cursor = self.cursor
         if cursor.state_taken is not None:
             self.commit(cursor.state_taken)
         if cursor.position is None:
             cursor.seek(self.handle.engine.cursor(self.task_name, self.partition_id))
-        cursor.begin()
         assert cursor.position is not None
+        cursor.begin(cursor.position)
         return Pass(self, cursor.position, None)
+
+    def _begin_listing(self) -> Pass:
+        """A pass over all that is ready; the first one after a state was loaded goes on there."""
+        state, self._resumed = self._resumed, None
+        start, below = (0, None) if state is None else (state["k"], state["below"])
+        if state is not None:
+            self._epoch = state["epoch"]
+        listing = list_samples(self, self._epoch, below)
+        if start and state is not None and listing.samples != state["samples"]:
+            log.warning(
+                "epoch %d over partition %r of queue %r had %d samples when its state was taken and"
+                " has %d now, so it does not go on exactly",
+                listing.epoch,
+                self.partition_id,
+                self.handle.name,
+                state["samples"],
+                listing.samples,
+            )
+        self._epoch += 1
+        self._listing = listing
+        self.cursor.begin(start)
+        return Pass(self, start, listing.slices)
 
     def close(self) -> None:
         """Close the queue, where this dataset opened it; a later iteration opens it again."""
@@ -242,47 +307,17 @@ class PersistingDataset(IterableDataset[Any]):
 
     def __getstate__(self) -> dict[str, Any]:
         self.ranks  # noqa: B018  (found here, since a worker must not ask)
-        return self.__dict__ | {"cursor": Cursor(), "_newest": None}
+        return self.__dict__ | {"cursor": Cursor(), "_newest": None, "_listing": None}
 
 
 def _refuse_worker(queue: str) -> Iterator[Any]:
-    raise PersistingError(
+    raise _refusal(queue)
+    yield
+
+
+def _refusal(queue: str) -> PersistingError:
+    return PersistingError(
         f"the dataset of queue {queue!r} consumes, and in a worker of a plain DataLoader it cannot"
         " know which batches have reached the loop. Use PersistingDataLoader, which can, or"
         " num_workers=0."
     )
-    yield
-
-
-def _check(
-    batch_size: int,
-    fields: list[str] | None,
-    sampler: BaseSampler | None,
-    consume: bool,
-    last: str,
-    timeout: float | None,
-    shuffle_seed: int | None,
-) -> None:
-    """Raise ValueError or TypeError for arguments that would fail later, or silently."""
-    if not isinstance(batch_size, int) or isinstance(batch_size, bool):
-        raise TypeError(f"batch_size must be an int, got {batch_size!r}.")
-    if batch_size < 1:
-        raise ValueError(
-            f"batch_size must be at least 1, got {batch_size}. It counts samples per batch and"
-            " data-parallel rank."
-        )
-    if isinstance(fields, str):
-        raise TypeError(f"fields must be a list of names, got the string {fields!r}: [{fields!r}]?")
-    if fields is not None and not fields:
-        raise ValueError("fields is empty. Name at least one, or give None for all fields.")
-    if last not in get_args(Last):
-        raise ValueError(f"last must be one of {', '.join(get_args(Last))}, got {last!r}.")
-    if timeout is not None and timeout < 0:
-        raise ValueError(f"timeout must be None or seconds from 0, got {timeout}.")
-    if sampler is not None and not consume:
-        raise ValueError("consume=False takes every sample, so a sampler has nothing to choose.")
-    if sampler is not None and shuffle_seed is not None:
-        raise ValueError(
-            "sampler and shuffle_seed both decide the order. Give one of them"
-            " (shuffle_seed=s stands for ShuffleSampler(s))."
-        )

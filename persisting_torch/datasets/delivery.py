@@ -47,8 +47,7 @@ class Delivery(Iterator[Any]):
             self._dataset.waited_seconds += time.perf_counter() - began
         self._dataset.batches_given += 1
         self._following = number + 1
-        if self._dataset.consume:
-            self._dataset.cursor.hand_out(number)
+        self._dataset.cursor.hand_out(number)
         return batch
 
     def _current_source(self) -> Source:

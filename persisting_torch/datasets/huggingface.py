@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer on a queue: batches as they are assigned, and a position in checkpoints."""
+"""Hugging Face's Trainer on a queue: batches as they are assigned, positions in checkpoints."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def feed_trainer(trainer: Trainer, loader: PersistingDataLoader) -> None:
       as keyword arguments, so the dataset's `fields` should be those of its `forward`;
     - every checkpoint holds the number of global batches that optimizer steps have used, and
       `train(resume_from_checkpoint=...)` goes on with the one after; `args.ignore_data_skip` is
-      set, since nothing has to be skipped;
+      set, since nothing has to be skipped; with `save_strategy="steps"` one more is written where
+      the data end;
     - the queue is told that batches are consumed once the checkpoint that counts them is written,
       or with `save_strategy="no"` at each optimizer step.
 
@@ -64,8 +65,8 @@ def feed_trainer(trainer: Trainer, loader: PersistingDataLoader) -> None:
         )
     if not loader.dataset.consume:
         raise ValueError(
-            "feed_trainer was given a loader whose dataset has consume=False. The Trainer would"
-            " train its first samples again after each resume; leave consume=True."
+            "feed_trainer has each sample trained once, and was given a loader whose dataset has"
+            " consume=False. Leave consume=True."
         )
     loader.collate_fn = partial(_as_dict, loader.collate_fn)
     trainer.args.ignore_data_skip = True
@@ -94,6 +95,7 @@ class _Consumption:
     def __init__(self, loader: PersistingDataLoader) -> None:
         self.loader = loader
         self.dataset = loader.dataset
+        self.saved_step = 0
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -102,6 +104,7 @@ class _Consumption:
         if KEY in state.stateful_callbacks:
             self.dataset.load_state_dict(state.stateful_callbacks[KEY])
         self.dataset.cursor.driven = True
+        self.saved_step = state.global_step
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -117,6 +120,7 @@ class _Consumption:
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
+        self.saved_step = state.global_step
         if KEY in state.stateful_callbacks:
             self._commit(state)
 
@@ -129,7 +133,9 @@ class _Consumption:
         model: nn.Module,
         **_: Any,
     ) -> None:
-        """The Trainer begins an epoch anew, with gradients that no step has taken, until stopped."""
+        if args.save_strategy == "steps" and state.global_step > self.saved_step:
+            control.should_save = True
+        # Until it is stopped the Trainer begins the next epoch, with gradients that no step took.
         if not self.dataset.cursor.holding or control.should_training_stop:
             return
         model.zero_grad()

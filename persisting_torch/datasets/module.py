@@ -10,8 +10,9 @@ from lightning.fabric.plugins import Precision
 from lightning.pytorch import Callback, LightningDataModule, Trainer
 from tensordict import TensorDictBase
 
+from persisting_torch.datasets.arguments import Last
 from persisting_torch.datasets.consumption import ConsumptionCheckpoint
-from persisting_torch.datasets.dataset import Last, PersistingDataset
+from persisting_torch.datasets.dataset import PersistingDataset
 from persisting_torch.datasets.handle import QueueHandle
 from persisting_torch.datasets.loader import PersistingDataLoader
 from persisting_torch.datasets.parcel import Parcel, wrap

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
@@ -117,12 +118,28 @@ def identity(batch: Any) -> Any:
     return batch
 
 
-def listed_slices(dataset: PersistingDataset, epoch: int) -> Slices:
-    """One rank's batches of all samples that are ready now, in the epoch's order.
+@dataclass(frozen=True)
+class Listing:
+    """What a pass without consumption goes over: one rank's batches of an epoch.
+
+    They hold the `samples` samples that were ready, all of them with indexes less than `below`.
+    """
+
+    epoch: int
+    below: int
+    samples: int
+    slices: Slices
+
+
+def list_samples(dataset: PersistingDataset, epoch: int, below: int | None = None) -> Listing:
+    """The samples that are ready now (of those with indexes less than `below`) for an epoch.
 
     Raises PersistingError where no sample of the partition has the named fields.
     """
     samples = dataset.handle.engine.snapshot(dataset.partition_id, dataset.fields)
+    if below is not None:
+        samples = samples[samples < below]
+    end = int(samples.max()) + 1 if len(samples) else 0
     if not len(samples):
         check_fields(dataset)
         log.warning(
@@ -132,7 +149,8 @@ def listed_slices(dataset: PersistingDataset, epoch: int) -> Slices:
         )
     if dataset.shuffle_seed is not None:
         samples = np.random.default_rng((dataset.shuffle_seed, epoch)).permutation(samples)
-    return cut(samples, dataset.batch_size, dataset.ranks, pad=dataset.last == "pad")
+    slices = cut(samples, dataset.batch_size, dataset.ranks, pad=dataset.last == "pad")
+    return Listing(epoch, end, len(samples), slices)
 
 
 def cut(samples: NDArray[np.int64], batch_size: int, ranks: Ranks, *, pad: bool) -> Slices:

@@ -50,8 +50,8 @@ class Chunk:
         """The fields that were given, those without any value too."""
         if self.batch is None:
             return tuple(dict.fromkeys(name for row in self.rows for name in row))
-        columns = (name for name, *_ in (*self.batch.columns, *self.batch.empty))
-        return tuple(dict.fromkeys(columns))
+        names = [column[0] for column in self.batch.columns]
+        return tuple(dict.fromkeys([*names, *(name for name, _ in self.batch.empty)]))
 
     @property
     def indexes(self) -> range:

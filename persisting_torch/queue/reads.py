@@ -130,10 +130,20 @@ class Reads:
         return np.sort(self.books.runs.rows_of(cleared))
 
     def _records_of(self, rows: Int64s, indexes: Int64s) -> list[dict[str, Any]]:
-        if not len(rows):
-            return []
-        names = list(self.books.schema.fields)
-        return self._to_records(self._table(rows, indexes, names), names, copy=self.copy)
+        """Records of rows, but those that were cleared and removed meanwhile."""
+        while len(rows):
+            names = self.names_of(None)
+            try:
+                return self._to_records(self._table(rows, indexes, names), names, copy=self.copy)
+            except KeyError:
+                with self.ledger.lock:
+                    self._follow()
+                    cleared = self.books.cleared_indexes
+                    there = np.array([at not in cleared for at in indexes.tolist()])
+                if there.all():
+                    raise
+                rows, indexes = rows[there], indexes[there]
+        return []
 
     def _to_records(self, table: pa.Table, names: list[str], copy: bool) -> list[dict[str, Any]]:
         return to_records(

@@ -31,6 +31,10 @@ class Stream:
             self._skip -= skipped.count
             if self._skip:
                 return []
-        moved = self.engine.reads.advance(limit, self._row, self._had, self.engine.writes.waiting())
-        self._row = moved.row
-        return moved.records
+        while True:
+            moved = self.engine.reads.advance(
+                limit, self._row, self._had, self.engine.writes.waiting()
+            )
+            self._row = moved.row
+            if moved.records or not moved.count:
+                return moved.records

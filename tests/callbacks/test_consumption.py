@@ -62,6 +62,8 @@ def run_process(path: Path, *options: str, kill_at: int | None = None) -> list[i
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
+            if not line.startswith("step"):
+                continue
             steps.append(int(line.split()[1]))
             if steps[-1] == kill_at:
                 process.send_signal(signal.SIGKILL)
@@ -107,7 +109,7 @@ def test_two_ranks_resume_exactly_and_end_together(tmp_path: Path) -> None:
     (last,) = (tmp_path / "steps").glob("*step=3.ckpt")
     steps = run_process(tmp_path, "--devices", "2", "--resume", str(last))
     assert sorted(steps) == [4, 4, 5, 5, 6, 6]
-    weights = torch.load(tmp_path / "end" / "end.ckpt", weights_only=True)["state_dict"]["count"]
+    weights = torch.load(tmp_path / "end" / "end-v1.ckpt", weights_only=True)["state_dict"]["count"]
     assert weights.tolist() == [1.0] * SAMPLES
     assert committed(tmp_path) == 6
 
@@ -262,6 +264,27 @@ def test_a_loader_given_to_the_trainer_resumes_exactly_with_the_callback(tmp_pat
         again.fit(model, loader(), ckpt_path=tmp_path / "steps" / f"step={step}.ckpt")
         assert model.seen[0] == follows
         assert model.counts == [1.0] * SAMPLES
+
+
+@pytest.mark.parametrize("step", [3, 10, 14])
+def test_a_loader_that_does_not_consume_resumes_in_its_epoch(tmp_path: Path, step: int) -> None:
+    def run(model: Counting, checkpoint: Path | None = None) -> None:
+        loader = PersistingDataLoader(
+            PersistingDataset(
+                "q", storage_path=tmp_path, batch_size=2, consume=False, shuffle_seed=1
+            )
+        )
+        own = [ConsumptionCheckpoint(), every_step(tmp_path)]
+        trainer(tmp_path, *own, max_epochs=2).fit(model, loader, ckpt_path=checkpoint)
+
+    fill(tmp_path, 20)
+    straight, model = Counting(20), Counting(20)
+    run(straight)
+    assert straight.seen[:10] != straight.seen[10:]
+    run(model, tmp_path / "steps" / f"step={step}.ckpt")
+    assert model.seen == straight.seen[step:]
+    assert model.counts == [2.0] * 20
+    assert committed(tmp_path) == 0
 
 
 def test_loaders_that_are_reloaded_every_epoch_go_on_where_the_last_one_was(

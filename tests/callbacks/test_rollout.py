@@ -79,7 +79,9 @@ def test_every_batch_is_made_by_the_weights_that_are_trained_on_it(
     model = Policy()
     data = data_of(tmp_path, prefetch_batches=prefetch)
     fit(model, data, tmp_path, rollouts(tmp_path), **options)
-    steps = options.get("max_steps") or options["limit_train_batches"] * options.get("max_epochs", 1)
+    steps = options.get("max_steps") or options["limit_train_batches"] * options.get(
+        "max_epochs", 1
+    )
     assert model.seen == [(s, [s] * BATCH, [float(s)] * BATCH) for s in range(steps)]
 
 

@@ -32,6 +32,7 @@ for line in sys.stdin:
         traceback.print_exc()
         os._exit(1)
     os._exit(0)
+os._exit(0)
 """
 
 
@@ -52,7 +53,8 @@ class Runs:
 
     def __call__(self, name: str, *, dies: str = "", **arguments: Any) -> None:
         """Run the function to its end, or until it has killed itself at the moment `dies`."""
-        assert self._nursery.stdin is not None and self._nursery.stdout is not None
+        assert self._nursery.stdin is not None
+        assert self._nursery.stdout is not None
         self._nursery.stdin.write(json.dumps([name, {**arguments, "dies": dies}]) + "\n")
         self._nursery.stdin.flush()
         assert int(self._nursery.stdout.readline()) == (-signal.SIGKILL if dies else 0)

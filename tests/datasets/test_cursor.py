@@ -6,7 +6,7 @@ from persisting_torch.datasets.cursor import Cursor
 def at(k: int) -> Cursor:
     cursor = Cursor()
     cursor.seek(k)
-    cursor.begin()
+    cursor.begin(k)
     return cursor
 
 
@@ -25,7 +25,7 @@ def test_batches_handed_out_and_not_finished_come_again_in_the_next_pass():
     for k in range(3):
         cursor.hand_out(k)
     cursor.finish()
-    cursor.begin()
+    cursor.begin(1)
     assert cursor.position == 1
     assert not cursor.holding
     assert not cursor.finish()
@@ -37,7 +37,7 @@ def test_a_seek_while_batches_are_out_says_that_they_are_overtaken_until_a_pass_
     cursor.seek(7)
     assert cursor.overtaken
     assert (cursor.position, cursor.used, cursor.holding) == (7, 7, False)
-    cursor.begin()
+    cursor.begin(7)
     assert not cursor.overtaken
 
 

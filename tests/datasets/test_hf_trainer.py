@@ -161,9 +161,7 @@ def test_an_epoch_cut_short_in_mid_accumulation_begins_again_with_what_no_step_h
             control.should_epoch_stop = len(trainer.model.seen) == 5
 
     fill(tmp_path, 48)
-    trainer = trainer_of(
-        tmp_path, loader_of(tmp_path), gradient_accumulation_steps=3, max_steps=3
-    )
+    trainer = trainer_of(tmp_path, loader_of(tmp_path), gradient_accumulation_steps=3, max_steps=3)
     trainer.add_callback(CutsShort())
     trainer.train()
     assert trainer.model.counts == [1.0] * 36 + [0.0] * 10
@@ -185,6 +183,14 @@ def test_without_checkpoints_each_optimizer_step_is_committed(tmp_path: Path) ->
     assert trainer.model.counts == [1.0] * 24 + [0.0] * 22
 
 
+def test_where_the_data_end_a_checkpoint_counts_them(tmp_path: Path) -> None:
+    fill(tmp_path, SAMPLES)
+    trainer_of(tmp_path, loader_of(tmp_path), save_steps=5).train()
+    saved = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert saved == ["checkpoint-10", "checkpoint-12", "checkpoint-5"]
+    assert committed(tmp_path) == BATCHES
+
+
 def test_a_checkpoint_older_than_the_newest_resumes_as_exactly(tmp_path: Path) -> None:
     fill(tmp_path, SAMPLES)
     trainer_of(tmp_path, loader_of(tmp_path), max_steps=7).train()
@@ -200,9 +206,8 @@ def test_a_checkpoint_older_than_the_newest_resumes_as_exactly(tmp_path: Path) -
 def train_on_two_ranks(path: str, port: int, *, dies: str = "") -> None:
     """As torchrun starts two ranks on one machine; this process becomes rank 0."""
     rank = 0 if os.fork() else 1
-    for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_PORT": port}.items():
-        os.environ[name] = str(value)
-    os.environ["MASTER_ADDR"] = "localhost"
+    os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": f"{port}", "OMP_NUM_THREADS": "1"}
     trainer = trainer_of(path, loader_of(path, batch_size=2), dies if rank == 0 else "")
     # DDP averages the gradients of the ranks, and each rank has its own samples.
     for group in trainer.optimizer.param_groups:

@@ -18,7 +18,7 @@ import psutil
 import pytest
 import torch
 
-from persisting_torch import PersistingDataLoader, PersistingDataset, WaitTimeout
+from persisting_torch import PersistingDataLoader, PersistingDataset, Queue, WaitTimeout
 from tests.datasets.counting import committed, fill
 
 
@@ -86,8 +86,6 @@ def test_what_the_thread_reads_ahead_is_not_consumed(tmp_path):
 
 def test_tensors_that_come_through_workers_are_whole(tmp_path):
     from tensordict import TensorDict
-
-    from persisting_torch import Queue
 
     data = TensorDict(
         {"a": torch.rand(8, 3), "nested": {"b": torch.arange(8)}, "h": torch.rand(8).bfloat16()},
@@ -161,6 +159,42 @@ def test_a_new_world_of_workers_changes_nothing_in_the_order(tmp_path):
                 break
         loader.close()
     assert seen == in_order(60)
+
+
+@pytest.mark.parametrize("how", FEWER, ids=str)
+def test_a_pass_without_consuming_resumes_in_mid_epoch_with_the_same_samples(tmp_path, how):
+    options = {"consume": False, "shuffle_seed": 5}
+    fill(tmp_path, 30, seal=False)
+    straight = loader_of(tmp_path, dataset=options)
+    epochs = [uids(straight), uids(straight)]
+    loader = loader_of(tmp_path, dataset=options, **how)
+    states, seen = [], []
+    for _ in range(2):
+        for batch in loader:
+            seen.append(batch["uid"].tolist())
+            states.append(loader.state_dict())
+    assert seen == [*epochs[0], *epochs[1]]
+    fill(tmp_path, 10, first=30)
+    assert [(state["epoch"], state["k"]) for state in states[6:9]] == [(0, 7), (1, 0), (1, 1)]
+    for at in (2, 7, 11):
+        again = loader_of(tmp_path, dataset=options, **how)
+        again.load_state_dict(states[at])
+        assert again.state_dict() == states[at]
+        rest = uids(again)
+        assert rest == seen[at + 1 :][: 7 - at % 8] if at != 7 else len(rest) == 10
+
+
+def test_a_pass_that_cannot_be_listed_again_says_so(tmp_path, caplog):
+    fill(tmp_path, 30)
+    loader = loader_of(tmp_path, dataset={"consume": False})
+    next(iter(loader))
+    state = loader.state_dict()
+    with Queue("q", tmp_path) as queue:
+        queue.sync.clear([3], "default")
+    again = loader_of(tmp_path, dataset={"consume": False})
+    again.load_state_dict(state)
+    next(iter(again))
+    assert "had 30 samples when its state was taken and has 29 now" in caplog.text
 
 
 # Threads and processes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -189,7 +190,7 @@ def test_without_checkpoints_a_batch_in_hand_at_a_sigkill_comes_again_and_all_co
     run("train_in_place", path=str(tmp_path))
     assert counts_in(tmp_path) == [1.0] * SAMPLES
     seen = (tmp_path / "seen").read_text().splitlines()
-    again = [first for first, second in zip(seen, seen[1:], strict=False) if first == second]
+    again = [first for first, second in pairwise(seen) if first == second]
     assert [line.split()[0] for line in again] == ["0", "12", "16", "44"]
     assert len(seen) == BATCHES + 4
 

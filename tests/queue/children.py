@@ -11,6 +11,7 @@ import functools
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -101,11 +102,15 @@ class Child:
 
     @property
     def out(self) -> str:
-        return (self.folder / "out").read_text()
+        return self._text("out")
 
     @property
     def err(self) -> str:
-        return (self.folder / "err").read_text()
+        return self._text("err")
+
+    def _text(self, name: str) -> str:
+        path = self.folder / name
+        return path.read_text() if path.exists() else ""  # killed before it made it
 
     @property
     def lines(self) -> list[Any]:
@@ -116,7 +121,7 @@ class Child:
     def await_line(self, seconds: float = LONGEST) -> None:
         """Wait until it has printed something."""
         deadline = time.monotonic() + seconds
-        while not (self.folder / "out").exists() or "\n" not in self.out:
+        while "\n" not in self.out:
             assert self.status is None, self.err
             assert time.monotonic() < deadline, "the child printed nothing"
             time.sleep(0.002)
@@ -147,6 +152,7 @@ def _nursery() -> tuple[subprocess.Popen[str], Path]:
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     atexit.register(process.kill)
     return process, folder
 

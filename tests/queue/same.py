@@ -29,7 +29,7 @@ def same(one: Any, other: Any) -> bool:
 def rows(batch: TensorDictBase) -> list[dict[str, Any]]:
     """The samples of a batch as dicts of dotted names; numbers as tensors without dimensions."""
     columns: dict[str, list[Any]] = {}
-    for name in batch.keys():
+    for name in batch.keys():  # noqa: SIM118
         column = batch.get(name)
         if isinstance(column, TensorDict):
             nested = rows(column)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import random
 import signal
 import time
@@ -15,7 +16,6 @@ from persisting_torch.queue.report import verify
 from tests.queue import children
 
 KILLS = 50
-AT_ONCE = 4
 
 COMMON = """
 import json, random, sys
@@ -74,20 +74,24 @@ while True:
 
 def test_fifty_kills_lose_no_flushed_sample_and_forget_no_claim(tmp_path):
     chance = random.Random(20)
-    roles = [(WRITER, 0.45), (CLAIMER, 0.4), (TENDER, 0.15)]
-    running, everyone = [], collections.defaultdict(list)
-    for number in range(KILLS + AT_ONCE):
-        if len(running) == AT_ONCE:
-            child = running.pop(chance.randrange(AT_ONCE))
-            child.await_line()
-            time.sleep(chance.uniform(0, 0.15))
-            child.send(signal.SIGKILL)
-            assert child.wait() == -signal.SIGKILL, child.err
-        names, weights = zip(*roles, strict=True)
-        script = WRITER if number == 0 else chance.choices(names, weights)[0]
-        child = children.start(script, tmp_path, number)
-        running.append(child)
+    places = [WRITER, WRITER, CLAIMER, CLAIMER, TENDER]
+    everyone = collections.defaultdict(list)
+    numbers = itertools.count()
+
+    def replacement(script: str) -> children.Child:
+        child = children.start(script, tmp_path, next(numbers))
         everyone[script].append(child)
+        return child
+
+    running = [replacement(script) for script in places]
+    for _ in range(KILLS):
+        place = chance.choices(range(len(places)), weights=[3, 3, 3, 3, 1])[0]
+        child = running[place]
+        child.await_line()
+        time.sleep(chance.uniform(0, 0.15))
+        child.send(signal.SIGKILL)
+        assert child.wait() == -signal.SIGKILL, child.err
+        running[place] = replacement(places[place])
     for child in running:
         child.send(signal.SIGKILL)
         child.wait()
