@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from tensordict import TensorDictBase
 
 from persisting_torch.queue.kv import KVInterface
+from persisting_torch.queue.threads import undisturbed
 
 if TYPE_CHECKING:
     from persisting_torch.queue import Queue
@@ -23,4 +24,4 @@ def put_under_keys(
 ) -> None:
     """`KVInterface.kv_batch_put`, on disk when this returns: new keys put, known ones updated."""
     if keys:
-        KVInterface(queue)._put(keys, data, partition, None)
+        undisturbed(KVInterface(queue)._put, keys, data, partition, None)

@@ -48,6 +48,11 @@ class Order:
     def size(self) -> int:
         return self.batch_size * self.dp_size
 
+    @property
+    def terms(self) -> str:
+        """What the end of a sealed partition depends on."""
+        return json.dumps([self.last, self.batch_size, self.dp_size, sorted(self.fields)])
+
 
 class End:
     """The answer that a sealed partition holds no further batch."""
@@ -63,7 +68,8 @@ class Assignments:
     def assignment(self, order: Order, k: int) -> Assignment | type[End] | None:
         """Global batch k: the one decided before, else a new one, None if not enough is ready.
 
-        `End` if the partition is sealed and has no batch k.
+        `End` if the partition is sealed and has no batch k. That is remembered too, so that all
+        ranks end together even if another process still had samples of the partition to flush.
         """
         with self.ledger.transaction() as tx:
             self.books.refresh(tx)
@@ -71,12 +77,19 @@ class Assignments:
             found = self._decided(tx, task, order, k)
             if found is not None:
                 return found
+            ended = tx.execute("SELECT k, terms FROM ends WHERE task = ?", (task,)).fetchone()
+            if ended is not None and ended[0] <= k and ended[1] == order.terms:
+                return End
             last = tx.execute("SELECT max(k) FROM assignments WHERE task = ?", (task,)).fetchone()
             view = self.books.view(order.task, order.partition, order.fields)
             left = view.available.copy()
             answer: Assignment | type[End] | None = None
             for number in range(0 if last[0] is None else last[0] + 1, k + 1):
                 answer = self._decide(tx, task, order, number, left)
+                if answer is End:
+                    tx.execute(
+                        "INSERT OR REPLACE INTO ends VALUES (?, ?, ?)", (task, number, order.terms)
+                    )
                 if not isinstance(answer, Assignment):
                     break
             return answer
@@ -204,6 +217,7 @@ class Assignments:
             for _, _, *packed in rows:
                 returned |= BitMap64(unpack_list(*packed))
             tx.execute("DELETE FROM assignments WHERE task = ? AND k >= ?", (task.id, k))
+            tx.execute("DELETE FROM ends WHERE task = ?", (task.id,))
             replace_taken(tx, task, task.taken - returned)
             tx.execute("UPDATE tasks SET cursor = min(cursor, ?) WHERE id = ?", (k, task.id))
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 import numpy as np
 import pyarrow as pa
 from lance.file import LanceFileReader, LanceFileSession
 
 from persisting_torch.queue.layout import BlockKey, Layout, Part
+from persisting_torch.queue.threads import threads
 
 CACHE_BYTES = 64 << 20
 OPEN_FILES = 32
-THREADS = 2
+SHARED_BYTES = 128 << 10
 
 
 class Block:
@@ -41,7 +42,6 @@ class BlockCache:
         self._blocks: OrderedDict[BlockKey, Future[Block]] = OrderedDict()
         self._sizes: dict[BlockKey, int] = {}
         self._lock = threading.Lock()
-        self._background: ThreadPoolExecutor | None = None
 
     def holds(self, part: Part) -> bool:
         """Whether the rows are here or on their way, and none of them was handed out."""
@@ -83,10 +83,8 @@ class BlockCache:
             if key in self._blocks:
                 return
             future = self._blocks[key] = Future()
-            if self._background is None:
-                self._background = ThreadPoolExecutor(THREADS, "persisting_torch-read")
             try:
-                self._background.submit(self._fill, layout, slot, key, future)
+                threads().submit(self._fill, layout, slot, key, future)
             except RuntimeError:  # the interpreter is shutting down
                 self._forget(key, future)
 
@@ -133,7 +131,7 @@ class BlockCache:
                 read = self._read_file(str(file.path), tuple(names), key.start, key.rows)
                 columns.update({name: read[name] for name in names})
         arrays = [
-            columns[field.name] if field.name in columns else pa.nulls(key.rows, field.type)
+            _own(columns[field.name]) if field.name in columns else pa.nulls(key.rows, field.type)
             for field in layout.schema
         ]
         return pa.Table.from_arrays(arrays, schema=layout.schema).combine_chunks()
@@ -151,3 +149,10 @@ class BlockCache:
             if len(self._files) > OPEN_FILES:
                 self._files.popitem(last=False)
         return table
+
+
+def _own(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """A column that shares no memory with the file's tail, which Lance keeps for later readers."""
+    if column.nbytes > SHARED_BYTES:
+        return column
+    return pa.chunked_array([pa.concat_arrays([chunk]) for chunk in column.chunks], column.type)

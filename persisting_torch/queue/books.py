@@ -182,12 +182,13 @@ class Books:
 
     def _read_claims(self, tx: sqlite3.Connection) -> None:
         folds = tx.execute(
-            "SELECT task, members FROM consumed WHERE seq > ?", (self._seen["claims"],)
+            "SELECT task, seq, members FROM consumed WHERE seq > ?", (self._seen["claims"],)
         ).fetchall()
-        for task, members in folds:
-            self._take(self._tasks_by_id[task], BitMap64.deserialize(members))
         for _, number, *packed in self._news(tx, "claims", "task, first, count, members"):
             self._take(self._tasks_by_id[number], unpack_set(*packed))
+        for task, seq, members in folds:
+            self._take(self._tasks_by_id[task], BitMap64.deserialize(members))
+            self._seen["claims"] = max(self._seen["claims"], seq)
 
     def _take(self, task: Task, members: BitMap64) -> None:
         task.taken |= members

@@ -146,7 +146,7 @@ class Claims:
             known = self.books.tasks.get((task, partition))
             if known is None:
                 return
-            for table in ("claims", "consumed", "assignments", "rank_batches"):
+            for table in ("claims", "consumed", "assignments", "ends", "rank_batches"):
                 tx.execute(f"DELETE FROM {table} WHERE task = ?", (known.id,))
             tx.execute("UPDATE tasks SET epoch = epoch + 1, cursor = 0 WHERE id = ?", (known.id,))
 

@@ -75,7 +75,7 @@ class Engine:
         if place.writable:
             with self.commit_lock:
                 self.ledger = Ledger(place, fsync=fsync)
-            take_lease(self.ledger, id(self))
+            self._lease_end = take_lease(self.ledger, id(self))
         else:
             self.ledger = Ledger(place)
         self.books = Books(self.ledger)
@@ -128,6 +128,9 @@ class Engine:
         if self._error is not None:
             error, self._error = self._error, None
             raise error
+        if writing and time.time() > self._lease_end:
+            self._lease_end = renew_lease(self.ledger, id(self))
+            self.ledger.check_open()
 
     def flush(self) -> None:
         """Write all that waits. Raises FlushFailed, with the samples kept, if it cannot."""
@@ -396,7 +399,7 @@ class Engine:
         turns = [1.0]
         try:
             if self.place.writable and now >= self._lease_due:
-                renew_lease(self.ledger, id(self))
+                self._lease_end = renew_lease(self.ledger, id(self))
                 self._lease_due = now + RENEW_SECONDS
             if self._producers:
                 beat(self.ledger)

@@ -31,8 +31,8 @@ def boot() -> str:
     return boot_id.read_text().strip() if boot_id.exists() else ""
 
 
-def take_lease(ledger: Ledger, handle: int) -> None:
-    """Say that a handle of this process has the queue open, for LEASE_SECONDS.
+def take_lease(ledger: Ledger, handle: int) -> float:
+    """Say that a handle of this process has the queue open, for LEASE_SECONDS; when that ends.
 
     Calling it again renews the lease.
 
@@ -49,18 +49,23 @@ def take_lease(ledger: Ledger, handle: int) -> None:
             "INSERT OR REPLACE INTO leases VALUES (?, ?, ?, ?, ?, ?)",
             (host(), boot(), os.getpid(), handle, socket.gethostname(), now + LEASE_SECONDS),
         )
+    return now + LEASE_SECONDS
 
 
-def renew_lease(ledger: Ledger, handle: int) -> None:
-    """Renew it. Where another host has the queue by now, the ledger refuses all further use."""
+def renew_lease(ledger: Ledger, handle: int) -> float:
+    """Renew it; when the new one ends.
+
+    Where another host has the queue by now, the ledger refuses all further use.
+    """
     try:
-        take_lease(ledger, handle)
+        return take_lease(ledger, handle)
     except BucketUnavailable as error:
         ledger.lost = StaleOwner(
             f"queue {ledger.place.queue!r} was taken over by another host while this process slept"
             f" for more than {LEASE_SECONDS:g} s; nothing more can be read or written through this"
             f" handle. Close it. ({error})"
         )
+        return 0.0
 
 
 def end_lease(ledger: Ledger, handle: int) -> None:

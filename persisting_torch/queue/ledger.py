@@ -62,6 +62,8 @@ CREATE TABLE assignments (
     batch_size INTEGER NOT NULL, sizes TEXT NOT NULL, padding TEXT NOT NULL,
     first INTEGER NOT NULL, count INTEGER NOT NULL, members BLOB,
     PRIMARY KEY (task, k)) WITHOUT ROWID;
+CREATE TABLE ends (
+    task INTEGER PRIMARY KEY, k INTEGER NOT NULL, terms TEXT NOT NULL);
 CREATE TABLE rank_batches (
     task INTEGER NOT NULL, dp_rank INTEGER NOT NULL, batch_index INTEGER NOT NULL,
     first INTEGER NOT NULL, count INTEGER NOT NULL, members BLOB,

@@ -82,12 +82,15 @@ def verify(engine: Engine) -> list[str]:
         gone = np.sort(books.runs.rows_of(np.array(books.cleared_indexes.to_array(), np.int64)))
         arrived = sum(len(partition.arrived) for partition in books.partitions.values())
         late = list(books.late_seen)
+        notes = tx.execute("SELECT count(*) FROM pending").fetchone()[0]
     faults += [f"ledger: {text}" for text in damage]
     if engine.rows.exists():
         engine.rows.refresh()
     stored = engine.rows.rows if engine.rows.exists() else 0
     if stored < total:
         faults.append(f"the ledger knows {total} rows, but data.lance holds {stored}")
+    if stored > total and not notes and stored > _rows_by_now(engine):
+        faults.append(f"data.lance holds {stored} rows, but the ledger knows {total}")
     if arrived != total:
         faults.append(f"{arrived} samples arrived in partitions, but the ledger knows {total} rows")
     for start in range(0, min(total, stored), VERIFY_STEP):
@@ -137,3 +140,11 @@ def _not_cleared_since(
         engine.books.refresh(tx)
         cleared = np.array(engine.books.cleared_indexes.to_array(), np.int64)
         return np.setdiff1d(rows, engine.books.runs.rows_of(cleared))
+
+
+def _rows_by_now(engine: Engine) -> float:
+    """Rows that the ledger knows, or is about to, now that others may have flushed."""
+    with engine.ledger.reading() as tx:
+        engine.books.refresh(tx)
+        notes = tx.execute("SELECT count(*) FROM pending").fetchone()[0]
+        return float("inf") if notes else engine.books.rows

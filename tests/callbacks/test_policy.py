@@ -145,7 +145,7 @@ def test_a_pointer_without_its_file_is_an_error_and_no_endless_search(tmp_path: 
     (tmp_path / "q").mkdir()
     newest = publish(reader.folder, {"w": torch.tensor(3)}, 3)
     (reader.folder / newest.file).unlink()
-    with pytest.raises(FileNotFoundError, match="v3.pt"):
+    with pytest.raises(FileNotFoundError, match=r"v3\.pt"):
         reader.latest()
 
 

@@ -19,7 +19,7 @@ NURSERY = """
 import importlib, json, os, sys, traceback
 
 module = importlib.import_module(sys.argv[1])
-for line in sys.stdin:
+while (line := sys.stdin.readline()) not in ("", "end\\n"):
     name, arguments = json.loads(line)
     pid = os.fork()
     if pid:
@@ -63,7 +63,8 @@ class Runs:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._nursery.communicate()
+        # Said, since a process forked meanwhile may hold the pipe open.
+        self._nursery.communicate("end\n")
 
 
 def die_if(now: bool) -> None:

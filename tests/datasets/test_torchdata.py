@@ -117,7 +117,7 @@ def test_in_its_workers_a_dataset_that_consumes_refuses_and_names_the_loader_tha
     tmp_path: Path,
 ) -> None:
     fill(tmp_path, SAMPLES)
-    loader = loader_of(tmp_path, num_workers=2)
+    loader = loader_of(tmp_path, num_workers=1)
     with pytest.raises(PersistingError, match="Use PersistingDataLoader, which can"):
         next(iter(loader))
     assert committed(tmp_path) == 0

@@ -274,6 +274,20 @@ def test_claims_and_assignments_of_a_task_never_share_a_sample(queue: Queue) -> 
     assert _indexes(ask(queue, 0)) == [4, 5, 6, 7]
 
 
+def test_all_ranks_end_together_though_a_process_flushes_after_the_seal(tmp_path: Path) -> None:
+    with Queue("q", tmp_path) as queue, Queue("q", tmp_path) as late:
+        put(queue, 8)
+        for i in range(8):
+            late.sync.put({"x": i}, "train")
+        queue.sync.seal("train")
+        assert ask(queue, 0, dp_size=2) is not None
+        assert ask(queue, 1, dp_size=2) is None
+        late.sync.flush()
+        assert ask(late, 1, dp_size=2) is None
+        assert len(late) == 16
+        assert ask(late, 1, dp_size=2, last="split") is not None
+
+
 def _indexes(assignment: Assignment | None) -> list[int]:
     assert assignment is not None
     return [index for part in assignment.slices for index in part]
