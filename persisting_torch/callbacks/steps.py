@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -12,10 +13,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 class EveryNSteps(Callback):
     """Acts when training begins, before its first batch is asked for, and every n optimizer steps.
 
-    The Trainer asks for the first batch before `on_train_start`, and would wait for ever for
-    samples that come of an action there. So the first action is in `on_fit_start`, when the model
-    is on its device; there the step of a checkpoint is known, although `trainer.global_step` is
-    not yet restored. With strategies that restore later (FSDP, ModelParallel) it is then.
+    The Trainer fetches the first batch before `on_train_start`, and would wait for ever for samples
+    that come of an action there. So the first action comes when it asks for the loader: the model
+    is on its device, and what a checkpoint holds is restored.
 
     For the same reason the Trainer is kept from asking for a batch before the step before it is
     done, as it does where the length of the loader is unknown.
@@ -30,7 +30,7 @@ class EveryNSteps(Callback):
         self.every_n_steps = every_n_steps
         self._step = 0
         self._restored: int | None = None
-        self._is_set_up = False
+        self._has_begun = False
 
     def act(self, trainer: Trainer, pl_module: LightningModule, step: int) -> None:
         """What is to be done after `step` optimizer steps; called on every rank."""
@@ -45,22 +45,19 @@ class EveryNSteps(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._restored = None
-        self._is_set_up = False
+        self._has_begun = False
+        if stage == "fit":
+            _before_the_loader(trainer, lambda: self._begin(trainer, pl_module))
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        # Lightning calls load_state_dict only after this, and not with the checkpoint's step.
+        # Lightning calls load_state_dict without the checkpoint's step, and restores its own late.
         if trainer.state.fn != TrainerFn.FITTING:
             return
         self._restored = checkpoint["global_step"]
         self.restore(checkpoint.get("callbacks", {}).get(self.state_key, {}))
-        if self._is_set_up:
-            self._begin(trainer, pl_module)
-
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._is_set_up = True
-        if not (trainer.strategy.restore_checkpoint_after_setup and trainer.ckpt_path):
+        if self._has_begun:
             self._begin(trainer, pl_module)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -78,8 +75,26 @@ class EveryNSteps(Callback):
             self.act(trainer, pl_module, self._step)
 
     def _begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._has_begun = True
         self._step = trainer.global_step if self._restored is None else self._restored
         self.begin(trainer, pl_module, self._step)
+
+
+def _before_the_loader(trainer: Trainer, call: Callable[[], None]) -> None:
+    """Call once, when the Trainer next asks for its training loader.
+
+    No hook comes between the restoring of a checkpoint (in FSDP after `on_fit_start`) and the first
+    batch; and `estimated_stepping_batches`, in `configure_optimizers`, fetches that batch already.
+    """
+    source = trainer.fit_loop._data_source
+    dataloader = source.dataloader
+
+    def after_the_call() -> Any:
+        source.dataloader = dataloader  # type: ignore[method-assign]
+        call()
+        return dataloader()
+
+    source.dataloader = after_the_call  # type: ignore[method-assign]
 
 
 def _ask_no_batch_ahead(trainer: Trainer) -> None:

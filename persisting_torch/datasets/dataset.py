@@ -56,8 +56,8 @@ class PersistingDataset(IterableDataset[Any]):
         sampler: chooses the samples of each global batch; default is the order of arrival.
         dp_rank, dp_size: the data-parallel rank and the number of ranks; by default they are found
             (see `persisting_torch.datasets.ranks.discover`).
-        timeout: seconds to wait for a batch; None waits for ever, and says in the log what is
-            missing.
+        timeout: seconds to wait for a batch (None: 1800; float("inf"): for ever). What is missing
+            is said in the log meanwhile, and by the error at the end.
         pad: for ragged fields, the value to pad them with; without it they come as jagged tensors.
         shuffle_seed: draw samples at random: of those that are ready when a batch is formed, or,
             with `consume=False`, anew for each epoch (see `set_epoch`).
@@ -276,6 +276,13 @@ class PersistingDataset(IterableDataset[Any]):
         if cursor.position is None:
             cursor.seek(self.handle.engine.cursor(self.task_name, self.partition_id))
         assert cursor.position is not None
+        self.handle.engine.recut(
+            self.task_name,
+            self.partition_id,
+            cursor.position,
+            batch_size=self.batch_size,
+            dp_size=self.ranks.size,
+        )
         cursor.begin(cursor.position)
         return Pass(self, cursor.position, None)
 

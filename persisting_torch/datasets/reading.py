@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, get_worker_info
 
 from persisting_torch.datasets.ranks import Ranks
-from persisting_torch.errors import PersistingError, WaitTimeout
+from persisting_torch.errors import PersistingError
 
 if TYPE_CHECKING:
     from persisting_torch.datasets.dataset import PersistingDataset
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 Slices = list[NDArray[np.int64]]
 
-FIRST_NOTICE_SECONDS = 30.0
 GRACE_SECONDS = 5.0
 
 log = logging.getLogger(__name__)
@@ -89,28 +88,19 @@ class Pass(IterableDataset[tuple[int, Any]]):
             yield k, assignment.slices[self.dataset.ranks.rank]
 
     def _await(self, k: int, stop: threading.Event) -> Assignment | None:
-        """Global batch k, waited for; a wait without limit says now and then what is missing."""
         data = self.dataset
-        patience = FIRST_NOTICE_SECONDS
-        while True:
-            try:
-                return data.handle.engine.await_assignment(
-                    data.task_name,
-                    data.partition_id,
-                    k,
-                    batch_size=data.batch_size,
-                    dp_size=data.ranks.size,
-                    fields=data.fields,
-                    sampler=data.sampler,
-                    last=data.last,
-                    timeout=patience if data.timeout is None else data.timeout,
-                    stop=stop,
-                )
-            except WaitTimeout as error:
-                if data.timeout is not None:
-                    raise
-                log.warning("still waiting for global batch %d: %s", k, error)
-                patience *= 2
+        return data.handle.engine.await_assignment(
+            data.task_name,
+            data.partition_id,
+            k,
+            batch_size=data.batch_size,
+            dp_size=data.ranks.size,
+            fields=data.fields,
+            sampler=data.sampler,
+            last=data.last,
+            timeout=data.timeout,
+            stop=stop,
+        )
 
 
 def identity(batch: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Sequence
@@ -17,7 +18,10 @@ from persisting_torch.queue.waiting import News
 if TYPE_CHECKING:
     from persisting_torch.queue.engine import Engine
 
-LONGEST_WAIT_SECONDS = 600.0
+log = logging.getLogger(__name__)
+
+LONGEST_WAIT_SECONDS = 1800.0
+FIRST_NOTICE_SECONDS = 30.0
 PRODUCER_CHECK_SECONDS = 1.0
 
 
@@ -34,16 +38,21 @@ class Demand:
     last: Last
     sampler: Sampler | None
     _check_due: float = 0.0
+    _began: float = 0.0
+    _patience: float = FIRST_NOTICE_SECONDS
 
     def wait(self, k: int, limit: float, stop: threading.Event | None) -> Assignment | None:
         """Global batch k, None at the end of a sealed partition or when `stop` is set.
 
-        Raises WaitTimeout after `limit` seconds, ProducerFailed when no producer is left.
+        Says in the log what is missing after 30 s, a minute, two, ... Raises WaitTimeout after
+        `limit` seconds, ProducerFailed when no producer is left.
         """
         engine = self.engine
         deadline = time.monotonic() + limit
         news = News(engine.hub, engine.ledger)
         self._check_due = time.monotonic() + PRODUCER_CHECK_SECONDS
+        self._began = time.monotonic()
+        self._patience = FIRST_NOTICE_SECONDS
         while True:
             engine.writes.flush_partition(self.partition)
             order = self._order()
@@ -86,6 +95,9 @@ class Demand:
             if now >= self._check_due:
                 check_producers(self.engine.ledger)
                 self._check_due = now + PRODUCER_CHECK_SECONDS
+                if now - self._began >= self._patience:
+                    log.warning("still waiting: %s", self._what_is_missing(order, self._patience))
+                    self._patience *= 2
             self.engine.check_open()
             if fresh:
                 return True

@@ -318,7 +318,7 @@ class Engine:
         """Global batch k of a task, formed once and answered identically ever after.
 
         None if the partition is sealed and has no batch k, or if `stop` was set meanwhile. Waits
-        at most `timeout` seconds (None: 600) and then raises WaitTimeout, which says what is
+        at most `timeout` seconds (None: 1800) and then raises WaitTimeout, which says what is
         missing; raises ProducerFailed once no producer is left that could provide it.
         """
         self.check_open(writing=True)

@@ -105,6 +105,7 @@ def test_several_batches_of_each_version_and_accumulated_ones(tmp_path: Path) ->
     assert put(tmp_path) == [0] * 16 + [2] * 16 + [4] * 16
 
 
+@pytest.mark.slow
 def test_worker_processes_get_the_rollouts_too(tmp_path: Path) -> None:
     model = Policy()
     data = data_of(tmp_path, num_workers=1)
@@ -233,8 +234,9 @@ def test_a_checkpoint_saved_before_its_steps_rollouts_were_made_gets_them_on_res
     assert model.seen == [(s, [s] * BATCH, [float(s)] * BATCH) for s in (2, 3)]
 
 
+@pytest.mark.parametrize("begun", [0, 3])
 def test_a_strategy_that_restores_after_setup_makes_them_with_the_restored_weights(
-    tmp_path: Path,
+    tmp_path: Path, begun: int
 ) -> None:
     class Late(SingleDeviceStrategy):
         restore_checkpoint_after_setup = True
@@ -244,8 +246,31 @@ def test_a_strategy_that_restores_after_setup_makes_them_with_the_restored_weigh
     assert put(tmp_path)[-1] == 2
     model = Policy()
     run = trainer(tmp_path, rollouts(tmp_path), max_steps=5, strategy=Late())
-    run.fit(model, data_of(tmp_path), ckpt_path=tmp_path / "steps" / "step=3.ckpt")
-    assert model.seen == [(s, [s] * BATCH, [float(s)] * BATCH) for s in (3, 4)]
+    checkpoint = tmp_path / "steps" / "step=3.ckpt" if begun else None
+    if not begun:
+        with Queue("q", tmp_path) as queue:
+            queue.sync.clear(range(12))
+    run.fit(model, data_of(tmp_path), ckpt_path=checkpoint)
+    assert model.seen == [(s, [s] * BATCH, [float(s)] * BATCH) for s in range(begun, 5)]
+
+
+def test_an_optimizer_that_asks_how_many_steps_there_will_be_finds_the_first_rollouts(
+    tmp_path: Path,
+) -> None:
+    class Scheduled(Policy):
+        def configure_optimizers(self) -> Any:
+            assert self.trainer.estimated_stepping_batches is not None
+            return super().configure_optimizers()
+
+    keep = every_step(tmp_path)
+    options = {"max_epochs": 1, "max_steps": 3}
+    model = Scheduled()
+    fit(model, data_of(tmp_path), tmp_path, keep, rollouts(tmp_path), **options)
+    assert model.seen == [(s, [s] * BATCH, [float(s)] * BATCH) for s in range(3)]
+    again = Scheduled()
+    run = trainer(tmp_path, rollouts(tmp_path), **options | {"max_steps": 4})
+    run.fit(again, data_of(tmp_path), ckpt_path=tmp_path / "steps" / "step=2.ckpt")
+    assert again.seen == [(s, [s] * BATCH, [float(s)] * BATCH) for s in (2, 3)]
 
 
 def test_a_fresh_run_makes_its_own_rollouts(tmp_path: Path) -> None:

@@ -134,12 +134,13 @@ def test_a_wait_beyond_the_limit_says_what_is_missing(tmp_path):
         next(iter(dataset_of(tmp_path, timeout=0.2)))
 
 
-def test_a_wait_without_limit_says_in_the_log_what_is_missing(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr("persisting_torch.datasets.reading.FIRST_NOTICE_SECONDS", 0.1)
+def test_a_long_wait_says_in_the_log_what_is_missing(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr("persisting_torch.queue.demand.FIRST_NOTICE_SECONDS", 0.1)
+    monkeypatch.setattr("persisting_torch.queue.demand.PRODUCER_CHECK_SECONDS", 0.1)
     fill(tmp_path, 3, seal=False)
     threading.Timer(0.5, fill, (tmp_path, 1), {"first": 3}).start()
     assert uids(dataset_of(tmp_path, timeout=None)) == [[0, 1, 2, 3]]
-    assert "still waiting for global batch 0: waited 0.1 s for 4 samples" in caplog.text
+    assert "still waiting: waited 0.1 s for 4 samples of q/default" in caplog.text
 
 
 def test_transform_makes_the_batch(tmp_path):

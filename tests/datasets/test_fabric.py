@@ -34,17 +34,17 @@ def loader_of(path: str | Path, batch_size: int = 4) -> PersistingDataLoader:
     return PersistingDataLoader(dataset)
 
 
-def train(path: str, *, ranks: int = 1, dies: str = "") -> None:
+def train(path: str, *, ranks: int = 1, batch_size: int = 4, dies: str = "") -> None:
     """Resume from the checkpoint, or else begin with one, and train to the queue's end."""
     strategy = "auto" if ranks == 1 else "ddp_fork"
     fabric = Fabric(accelerator="cpu", devices=ranks, strategy=strategy)
-    fabric.launch(_train, path, dies)
+    fabric.launch(_train, path, batch_size, dies)
 
 
-def _train(fabric: Fabric, path: str, dies: str) -> None:
+def _train(fabric: Fabric, path: str, batch_size: int, dies: str) -> None:
     model = Weights(SAMPLES)
     model, optimizer = fabric.setup(model, model.optimizer())
-    loader = fabric.setup_dataloaders(loader_of(path, 4 // fabric.world_size))
+    loader = fabric.setup_dataloaders(loader_of(path, batch_size))
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "loader": loader, "step": 0}
     checkpoint = Path(path) / "checkpoint.ckpt"
 
@@ -95,9 +95,19 @@ def test_two_ranks_share_each_global_batch_and_all_samples_count_once(
     run: Runs, tmp_path: Path
 ) -> None:
     fill(tmp_path, 44)
-    run("train", path=str(tmp_path), ranks=2)
+    run("train", path=str(tmp_path), batch_size=2, ranks=2)
     assert saved_in(tmp_path)["model"]["count"].tolist() == [1.0] * 44 + [0.0] * 2
     assert saved_in(tmp_path)["loader"]["k"] == 11
+
+
+def test_a_resume_on_another_number_of_ranks_trains_what_is_left_once(
+    run: Runs, tmp_path: Path
+) -> None:
+    fill(tmp_path, SAMPLES)
+    run("train", path=str(tmp_path), batch_size=2, dies="stepped 4")
+    assert saved_in(tmp_path)["loader"]["k"] == 3
+    run("train", path=str(tmp_path), batch_size=2, ranks=2)
+    assert saved_in(tmp_path)["model"]["count"].tolist() == [1.0] * SAMPLES
 
 
 def test_fabric_takes_the_loader_as_it_is(tmp_path: Path) -> None:

@@ -25,9 +25,9 @@ def run() -> Iterator[Runs]:
         yield runs
 
 
-def loader_of(path: str | Path, **how: Any) -> PersistingDataLoader:
+def loader_of(path: str | Path, batch_size: int = 4, **how: Any) -> PersistingDataLoader:
     dataset = PersistingDataset(
-        "q", storage_path=path, batch_size=4, fields=["uid"], last="split", timeout=60
+        "q", storage_path=path, batch_size=batch_size, fields=["uid"], last="split", timeout=60
     )
     return PersistingDataLoader(dataset, **how)
 
@@ -136,6 +136,19 @@ def test_a_checkpoint_older_than_the_newest_resumes_as_exactly(
     saved = saved_in(tmp_path)
     assert saved["model"]["count"].tolist() == [1.0] * SAMPLES
     assert torch.equal(saved["model"]["trail"], uninterrupted["model"]["trail"])
+
+
+def test_a_resume_with_another_batch_size_trains_what_is_left_once(
+    run: Runs, tmp_path: Path
+) -> None:
+    fill(tmp_path, SAMPLES)
+    run("train", path=str(tmp_path), dies="stepped 5")
+    run("train", path=str(tmp_path), batch_size=10, dies="stepped 5")
+    assert saved_in(tmp_path)["loader"]["k"] == 3
+    run("train", path=str(tmp_path), batch_size=7, dies="stepped 7")
+    assert saved_in(tmp_path)["loader"]["k"] == 6
+    run("train", path=str(tmp_path), batch_size=2)
+    assert saved_in(tmp_path)["model"]["count"].tolist() == [1.0] * SAMPLES
 
 
 def test_until_its_first_state_a_loop_counts_as_one_without_checkpoints(tmp_path: Path) -> None:

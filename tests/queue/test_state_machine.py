@@ -8,7 +8,7 @@ import shutil
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -140,9 +140,12 @@ values: dict[str, st.SearchStrategy[Any]] = {
     "l": st.lists(st.integers(-9, 9), max_size=3),
 }
 records = st.fixed_dictionaries({}, optional={n: v | st.none() for n, v in values.items()})
-late_records = st.fixed_dictionaries(
-    {}, optional={**values, "r": st.floats(width=32).map(torch.tensor) | st.none()}
-)
+late_values: dict[str, Callable[[random.Random], Any]] = {
+    "n": lambda chance: chance.choice([chance.randint(-9, 9), chance.random(), None]),
+    "r": lambda chance: torch.tensor(chance.random()),
+    "v": lambda chance: ragged(chance.randint(0, 3)),
+    "l": lambda chance: [chance.randint(0, 9)] * chance.randint(0, 2),
+}
 handles = st.integers(0, 1)
 partitions = st.sampled_from(PARTITIONS)
 wanted_fields = st.sampled_from([(), ("n",), ("s", "x"), ("v",), ("r",), ("o.a",), ("never",)])
@@ -247,18 +250,25 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(
         handle=handles,
         partition=partitions,
-        given=st.lists(late_records, max_size=4),
+        seed=st.integers(0, 99),
+        any_sample=st.integers(0, 4),
         data=st.data(),
     )
     def put_late_fields(
-        self, handle: int, partition: str, given: list[Record], data: st.DataObject
+        self, handle: int, partition: str, seed: int, any_sample: int, data: st.DataObject
     ) -> None:
-        indexes = data.draw(self.some_of(partition, len(given)))
-        del given[len(indexes) :]
+        seen = set(self.model.seen_by(handle))
+        indexes = data.draw(self.some_of(partition, 6))
+        if any_sample:
+            indexes = [index for index in indexes if index in seen]
+        chance = random.Random(seed)
+        given = [
+            {name: late_values[name](chance) for name in late_values if chance.random() < 0.6}
+            for _ in indexes
+        ]
         meta = BatchMeta(indexes, partition)
         queue = self.on(handle)
-        seen = set(self.model.seen_by(handle))
-        if all(index in seen for index in indexes):
+        if seen.issuperset(indexes):
             queue.sync.put(given, metadata=meta)
             self.model.give(indexes, given)
         else:

@@ -1,0 +1,125 @@
+"""One training run, as a process of its own makes it; what befalls it is part of its order."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+
+import persisting_torch.queue
+from persisting_torch import (
+    ConsumptionCheckpoint,
+    PersistingDataLoader,
+    PersistingDataModule,
+    PersistingDataset,
+)
+from tests.exactly_once.model import Net
+
+__all__ = ["fit", "persisting_torch"]
+
+FAILED = 3
+
+
+class Fate(Callback):
+    """What happens at the end of this run's n-th batch."""
+
+    def __init__(self, folder: Path, event: str, at: int) -> None:
+        self.folder = folder
+        self.event = event
+        self.at = at
+
+    def on_train_start(self, trainer: Trainer, pl_module: Net) -> None:
+        print("started", flush=True)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Net, *_: Any) -> None:
+        print("batch", pl_module.began, flush=True)
+        if pl_module.began != self.at:
+            return
+        if self.event == "stop":
+            trainer.should_stop = True
+        elif self.event == "save and stop":
+            trainer.save_checkpoint(self.folder / "stopped.ckpt")
+            trainer.should_stop = True
+        elif self.event == "sigkill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif self.event == "sigterm":
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def fit(
+    folder: str,
+    *,
+    samples: int,
+    model: dict[str, Any] | None = None,
+    data: dict[str, Any] | None = None,
+    trainer: dict[str, Any] | None = None,
+    keep: list[dict[str, Any]] | None = None,
+    on_exception: bool = False,
+    asynchronous: bool = False,
+    consume: bool = True,
+    event: tuple[str, int] = ("", 0),
+    resume: str | None = None,
+    weights: str | None = None,
+    end: str = "end.ckpt",
+) -> None:
+    """Fit from queue "q" in the folder; at the end, write the checkpoint `end` there.
+
+    `keep` are the arguments of ModelCheckpoints. Exits with FAILED when the event "raise" came, and
+    with SIGTERM's usual status when Lightning ended for that.
+    """
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", module="lightning")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    home = Path(folder)
+    net = Net(samples, **(model or {}))
+    if event[0] == "raise":
+        net.fails_at = event[1]
+    if weights is not None:
+        net.load_state_dict(torch.load(weights, weights_only=True)["state_dict"])
+    callbacks: list[Callback] = [Fate(home, *event)]
+    callbacks += [ModelCheckpoint(**{"dirpath": home} | each) for each in keep or []]
+    if on_exception:
+        callbacks.append(OnExceptionCheckpoint(home))
+    if not consume:
+        callbacks.append(ConsumptionCheckpoint())
+    run = Trainer(
+        **{
+            "accelerator": "cpu",
+            "devices": 1,
+            "max_epochs": 1,
+            "logger": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "num_sanity_val_steps": 0,
+            "enable_checkpointing": bool(keep) or on_exception,
+            "default_root_dir": home,
+            "callbacks": callbacks,
+            "plugins": [AsyncCheckpointIO()] if asynchronous else None,
+        }
+        | (trainer or {})
+    )
+    options = {"batch_size": 4, "last": "split", "timeout": 30.0} | (data or {})
+    if consume:
+        source: Any = {"datamodule": PersistingDataModule("q", folder, **options)}
+    else:
+        workers = options.pop("num_workers", 0)
+        dataset = PersistingDataset("q", storage_path=folder, consume=False, **options)
+        source = {"train_dataloaders": PersistingDataLoader(dataset, num_workers=workers)}
+    try:
+        run.fit(net, ckpt_path=resume, **source)
+    except RuntimeError as error:
+        if str(error) != "the training step failed":
+            raise
+        sys.exit(FAILED)
+    run.save_checkpoint(home / end)
+    if net.validated:
+        print("validated", len(net.validated), len(set(net.validated)), flush=True)
