@@ -42,7 +42,8 @@ class QueuePredictionWriter(BasePredictionWriter):
     the partition that was predicted (`partition_id` of `queue`): for log-probabilities and rewards
     that training waits for. It needs "_index" in the batch.
 
-    Each rank writes its own; a Trainer may `predict(..., return_predictions=False)`.
+    Each rank writes its own predictions; when `predict` returns, those of all ranks are on disk.
+    Give it return_predictions=False, unless they are wanted in memory as well.
 
     Args:
         queue: the queue, or its name under `storage_path`, made if it is not there.
@@ -111,6 +112,7 @@ class QueuePredictionWriter(BasePredictionWriter):
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._handle.queue.sync.flush()
+        trainer.strategy.barrier("QueuePredictionWriter")
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -22,6 +22,21 @@ from persisting_torch.queue.runs import Int64s, Runs
 from persisting_torch.queue.sets import set_of, unpack_set
 
 VIEWS_KEPT = 64
+TABLES_WITH_NEWS = ("fields", "runs", "arrivals", "late", "cleared", "claims", "consumed")
+
+PULSE = """SELECT
+    (SELECT value FROM meta WHERE key = 'sealed'),
+    (SELECT value FROM meta WHERE key = 'partitions'),
+    (SELECT max(seq) FROM fields),
+    (SELECT max(id) FROM field_sets),
+    (SELECT seq FROM sqlite_sequence WHERE name = 'runs'),
+    (SELECT seq FROM sqlite_sequence WHERE name = 'arrivals'),
+    (SELECT seq FROM sqlite_sequence WHERE name = 'late'),
+    (SELECT seq FROM sqlite_sequence WHERE name = 'cleared'),
+    (SELECT value FROM meta WHERE key = 'tasks'),
+    (SELECT seq FROM sqlite_sequence WHERE name = 'claims'),
+    (SELECT max(seq) FROM consumed)"""
+"""One look that tells which tables have news."""
 
 
 @dataclass
@@ -82,10 +97,18 @@ class Books:
         self._tasks_by_id: dict[int, Task] = {}
         self._field_sets: dict[int, tuple[str, ...]] = {}
         self._views: OrderedDict[tuple[str, str, frozenset[str]], View] = OrderedDict()
-        self._seen = dict.fromkeys(("fields", "runs", "arrivals", "cleared", "claims", "late"), 0)
+        self._seen = dict.fromkeys(TABLES_WITH_NEWS, 0)
         self._at: tuple[int, int] | None = None
+        self._pulse: tuple[Any, ...] | None = None
 
     # Following the ledger
+
+    def follow(self) -> None:
+        """Read what is new, outside a transaction. Takes the ledger's lock itself."""
+        with self.ledger.lock:
+            if self.ledger.version() != self._at:
+                with self.ledger.reading() as tx:
+                    self.refresh(tx)
 
     def refresh(self, tx: sqlite3.Connection) -> None:
         """Read what is new. In a transaction it comes before the transaction's own writes."""
@@ -93,14 +116,12 @@ class Books:
         if at == self._at:
             return
         try:
-            self._read_names(tx)
-            self._read_runs(tx)
-            self._read_arrivals(tx)
-            self._read_late(tx)
-            self._read_cleared(tx)
-            self._read_tasks(tx)
-            self._read_claims(tx)
-            self._at = at
+            pulse = tx.execute(PULSE).fetchone()
+            last = self._pulse or (object(),) * len(pulse)
+            for read, beat, before in zip(self._readers, pulse, last, strict=True):
+                if beat != before:
+                    read(tx)
+            self._at, self._pulse = at, pulse
         except BaseException:
             # Ctrl-C, too, would leave a gap that no later refresh fills.
             self._forget()
@@ -114,18 +135,41 @@ class Books:
             self._seen[table] = rows[-1][0]
         return rows
 
-    def _read_names(self, tx: sqlite3.Connection) -> None:
+    @property
+    def _readers(self) -> tuple[Callable[[sqlite3.Connection], None], ...]:
+        """Who reads what each beat of the pulse tells of, in the order of their dependence."""
+        return (
+            self._read_seal,
+            self._read_partitions,
+            self._read_fields,
+            self._read_field_sets,
+            self._read_runs,
+            self._read_arrivals,
+            self._read_late,
+            self._read_cleared,
+            self._read_tasks,
+            self._read_claims,
+            self._read_folds,
+        )
+
+    def _read_seal(self, tx: sqlite3.Connection) -> None:
         sealed = tx.execute("SELECT value FROM meta WHERE key = 'sealed'").fetchone()
         self.sealed = sealed and sealed[0]
+
+    def _read_partitions(self, tx: sqlite3.Connection) -> None:
         for number, name, sealed in tx.execute("SELECT id, name, sealed FROM partitions"):
             if number not in self._by_id:
                 self._by_id[number] = self.partitions[name] = Partition(number, name)
             self._by_id[number].sealed = sealed
+
+    def _read_fields(self, tx: sqlite3.Connection) -> None:
         for _, name, path, column, kind in self._news(
             tx, "fields", "name, path, field_column, type"
         ):
             variant = Variant(str(column), FieldType.from_json(str(kind))) if kind else None
             self.schema.add(str(name), tuple(json.loads(str(path))), variant)
+
+    def _read_field_sets(self, tx: sqlite3.Connection) -> None:
         known = max(self._field_sets, default=0)
         for number, names in tx.execute("SELECT id, names FROM field_sets WHERE id > ?", (known,)):
             self._field_sets[number] = tuple(json.loads(names))
@@ -181,14 +225,12 @@ class Books:
             task.cursor = cursor
 
     def _read_claims(self, tx: sqlite3.Connection) -> None:
-        folds = tx.execute(
-            "SELECT task, seq, members FROM consumed WHERE seq > ?", (self._seen["claims"],)
-        ).fetchall()
         for _, number, *packed in self._news(tx, "claims", "task, first, count, members"):
             self._take(self._tasks_by_id[number], unpack_set(*packed))
-        for task, seq, members in folds:
+
+    def _read_folds(self, tx: sqlite3.Connection) -> None:
+        for _, task, members in self._news(tx, "consumed", "task, members"):
             self._take(self._tasks_by_id[task], BitMap64.deserialize(members))
-            self._seen["claims"] = max(self._seen["claims"], seq)
 
     def _take(self, task: Task, members: BitMap64) -> None:
         task.taken |= members

@@ -35,8 +35,8 @@ class Claims:
 
     def available(self, task: str, partition: str, fields: frozenset[str]) -> int:
         """How many samples the task could take now."""
-        with self.ledger.reading() as tx:
-            self.books.refresh(tx)
+        with self.ledger.lock:
+            self.books.follow()
             return len(self.books.view(task, partition, fields).available)
 
     # Claims by batch, as get_meta makes them

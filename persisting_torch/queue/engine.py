@@ -203,9 +203,8 @@ class Engine:
         """The fields that a sample must have to be ready, as stored."""
         if not fields:
             return frozenset()
-        with self.ledger.reading() as tx:
-            self.books.refresh(tx)
-            return frozenset(self.reads.names_of(fields))
+        self.books.follow()
+        return frozenset(self.reads.names_of(fields))
 
     # Claiming
 

@@ -182,8 +182,7 @@ class Intake:
         now = time.monotonic()
         if now - self._looked > POLL_SECONDS:
             self._looked = now
-            with self.ledger.reading() as tx:
-                books.refresh(tx)
+            books.follow()
         known = books.partitions.get(partition)
         if known is not None and known.sealed is None and books.sealed is None:
             return
@@ -239,8 +238,7 @@ class Intake:
                         variant and variant.type.to_json(),
                     ),
                 )
-        with self.ledger.reading() as tx:
-            self.books.refresh(tx)
+        self.books.follow()
 
     # Indexes
 

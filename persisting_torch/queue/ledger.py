@@ -81,7 +81,15 @@ CREATE TABLE producers (
     born TEXT NOT NULL, beat REAL NOT NULL, state TEXT NOT NULL, cause TEXT) WITHOUT ROWID;
 CREATE TABLE pending (store TEXT PRIMARY KEY, first_row INTEGER NOT NULL, count INTEGER NOT NULL,
     note TEXT NOT NULL) WITHOUT ROWID;
-INSERT INTO meta VALUES ('format', 1), ('next_index', 0);
+INSERT INTO meta VALUES ('format', 1), ('next_index', 0), ('partitions', 0), ('tasks', 0);
+CREATE TRIGGER partition_made AFTER INSERT ON partitions BEGIN
+    UPDATE meta SET value = value + 1 WHERE key = 'partitions'; END;
+CREATE TRIGGER partition_changed AFTER UPDATE ON partitions BEGIN
+    UPDATE meta SET value = value + 1 WHERE key = 'partitions'; END;
+CREATE TRIGGER task_made AFTER INSERT ON tasks BEGIN
+    UPDATE meta SET value = value + 1 WHERE key = 'tasks'; END;
+CREATE TRIGGER task_changed AFTER UPDATE ON tasks BEGIN
+    UPDATE meta SET value = value + 1 WHERE key = 'tasks'; END;
 """
 
 

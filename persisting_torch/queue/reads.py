@@ -50,8 +50,7 @@ class Reads:
         self.allow_pickle = allow_pickle
 
     def _follow(self) -> None:
-        with self.ledger.reading() as tx:
-            self.books.refresh(tx)
+        self.books.follow()
         self.late.follow()
 
     # In order

@@ -262,10 +262,8 @@ class QueueMachine(RuleBasedStateMachine):
         if any_sample:
             indexes = [index for index in indexes if index in seen]
         chance = random.Random(seed)
-        given = [
-            {name: late_values[name](chance) for name in late_values if chance.random() < 0.6}
-            for _ in indexes
-        ]
+        names = [name for name in late_values if chance.random() < 0.7]
+        given = [{name: late_values[name](chance) for name in names} for _ in indexes]
         meta = BatchMeta(indexes, partition)
         queue = self.on(handle)
         if seen.issuperset(indexes):
@@ -280,7 +278,9 @@ class QueueMachine(RuleBasedStateMachine):
         known = [index for index, where in self.model.partition.items() if where == partition]
         if not known:
             return st.just([])
-        return st.lists(st.sampled_from(known), max_size=most, unique=True)
+        return st.lists(
+            st.sampled_from(known), min_size=min(2, most, len(known)), max_size=most, unique=True
+        )
 
     @rule(
         handle=handles,
@@ -345,7 +345,8 @@ class QueueMachine(RuleBasedStateMachine):
         for number in range(flushes):
             self.put(handle, {"n": number}, partition, [{"n": number}])
             self.flush(handle)
-        assert self.on(handle).engine.tending.tend()
+        while not self.on(handle).engine.tending.tend():
+            time.sleep(0.001)  # upkeep in the background is at it
 
     @rule(handle=handles)
     def reopen(self, handle: int) -> None:
