@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
+import numpy as np
 from pyroaring import BitMap64
 
 from persisting_torch.queue.fields import FieldType, Schema, Variant
@@ -109,6 +110,12 @@ class Books:
             if self.ledger.version() != self._at:
                 with self.ledger.reading() as tx:
                     self.refresh(tx)
+
+    def follow_others(self) -> None:
+        """Read what other processes or handles may have changed."""
+        with self.ledger.lock:
+            if self._at is None or self.ledger.others_version() != self._at[0]:
+                self.follow()
 
     def refresh(self, tx: sqlite3.Connection) -> None:
         """Read what is new. In a transaction it comes before the transaction's own writes."""
@@ -291,11 +298,15 @@ class Books:
 
     def strays(self, partition: str, indexes: Sequence[int] | Int64s) -> list[int]:
         """Those of the indexes, ten at most, that were never put into the partition."""
+        where = self.partitions.get(partition)
+        if where is not None and len(indexes) and _are_a_run(indexes):
+            first = int(indexes[0])
+            if where.arrived.contains_range(first, first + len(indexes)):
+                return []
         try:
             stray = set_of(indexes)
         except OverflowError:
             return [int(index) for index in indexes if index < 0][:10]
-        where = self.partitions.get(partition)
         if where is not None:
             stray -= where.arrived
         return list(islice(stray, 10))
@@ -326,3 +337,10 @@ class Books:
         text = json.dumps(sorted(names))
         tx.execute("INSERT OR IGNORE INTO field_sets (names) VALUES (?)", (text,))
         return int(tx.execute("SELECT id FROM field_sets WHERE names = ?", (text,)).fetchone()[0])
+
+
+def _are_a_run(indexes: Sequence[int] | Int64s) -> bool:
+    """Whether these are consecutive numbers from 0 up, in order."""
+    if isinstance(indexes, np.ndarray):
+        return bool(len(indexes) and indexes[0] >= 0 and (np.diff(indexes) == 1).all())
+    return isinstance(indexes, range) and indexes.step == 1 and indexes.start >= 0

@@ -49,7 +49,7 @@ class Claims:
         batch_size: int,
         sampler: Sampler | None,
         sampling: dict[str, Any],
-    ) -> list[int]:
+    ) -> Sequence[int]:
         """Indexes that the sampler chose; those that it consumes are taken for good.
 
         With dp_rank and batch_index among the sampling arguments the answer is remembered, and
@@ -73,7 +73,7 @@ class Claims:
                     "INSERT INTO rank_batches VALUES (?, ?, ?, ?, ?, ?)",
                     (number, *place, *pack_list(sampled)),
                 )
-            return list(sampled)
+            return sampled
 
     def _remembered(
         self,
@@ -97,7 +97,7 @@ class Claims:
     ) -> tuple[Sequence[int], Sequence[int]]:
         ready = ReadyIndexes(view.available)
         if sampler is None:
-            first = ready.first(batch_size)
+            first = _as_range(ready.first(batch_size))
             return first, first
         self._forget_what_was_reset(view, sampler)
         sampled, consumed = sampler.sample(
@@ -163,6 +163,13 @@ class Claims:
                 (task, seq, taken[task].serialize()),
             )
             tx.execute("DELETE FROM claims WHERE task = ? AND seq <= ?", (task, seq))
+
+
+def _as_range(rising: list[int]) -> Sequence[int]:
+    """Consecutive numbers as a range, which costs the same whatever its length."""
+    if rising and rising[-1] - rising[0] + 1 == len(rising):
+        return range(rising[0], rising[-1] + 1)
+    return rising
 
 
 def take(tx: sqlite3.Connection, task: int, members: BitMap64) -> None:

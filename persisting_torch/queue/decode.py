@@ -237,7 +237,7 @@ def _array(table: pa.Table, column: str) -> pa.Array | None:
 def _tensor(variant: Variant, array: pa.Array, dtype: torch.dtype) -> torch.Tensor:
     """A column of tensors or of Python numbers as a tensor of the given dtype."""
     tensor = dense(array, variant.type) if variant.type.kind == "tensor" else elements(array)
-    return tensor.to(dtype)
+    return tensor if tensor.dtype is dtype else tensor.to(dtype)
 
 
 def _list_dtype(dtypes: set[str]) -> str:

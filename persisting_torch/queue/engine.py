@@ -220,8 +220,9 @@ class Engine:
         """Ready samples that the sampler chose, taken for the task. Size 0 if there are none."""
         self.check_open(writing=True)
         _check_batch_size(batch_size)
-        needed = self.needed(fields)
+        self.books.follow()
         names = self.reads.names_of(fields)
+        needed = frozenset(names) if fields else frozenset()
         if self.intake.buffer.chunks and (
             sampler is not None or self.claims.available(task, partition, needed) < batch_size
         ):
@@ -271,6 +272,7 @@ class Engine:
         self.check_open(writing=True)
         self.writes.flush_partition(partition)
         self.reads.clear(partition, indexes)
+        self.books.follow()
         self.hub.notify()
         self.tending.maybe_start()
 

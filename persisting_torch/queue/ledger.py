@@ -272,9 +272,16 @@ class Ledger:
                 if self.connection.in_transaction:
                     self.connection.execute("COMMIT")
 
+    def others_version(self) -> int:
+        """A value that differs once another connection has changed the ledger."""
+        with self.lock:
+            self.check_open()
+            return int(self.connection.execute("PRAGMA data_version").fetchone()[0])
+
     def version(self) -> tuple[int, int]:
         """A value that differs once any process has changed the ledger since it was last asked."""
         with self.lock:
+            self.check_open()
             others = self.connection.execute("PRAGMA data_version").fetchone()[0]
             return others, self.connection.total_changes
 

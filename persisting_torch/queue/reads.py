@@ -200,7 +200,8 @@ class Reads:
     ) -> TensorDict:
         """A TensorDict of batch size [n] with the fields of these samples, in their order."""
         with self.ledger.lock:
-            self._follow()
+            self.books.follow_others()
+            self.late.follow()
             names = self.names_of(fields)
             self._check_names(names)
             rows = self._rows_of(partition, indexes)
@@ -231,6 +232,9 @@ class Reads:
 
     def _rows_of(self, partition: str, indexes: Int64s) -> Int64s:
         unknown = self.books.strays(partition, indexes)
+        if unknown:
+            self._follow()
+            unknown = self.books.strays(partition, indexes)
         if unknown:
             raise KeyError(
                 f"{self.books.schema.queue}/{partition} holds no samples with global indexes"

@@ -53,6 +53,10 @@ class Runs:
         Indexes and rows are int64 arrays of the same length.
         """
         wanted = np.asarray(indexes, dtype=np.int64)
+        if len(self._recent) == 1 and not len(self._settled):
+            [(first, (count, row))] = self._recent.items()
+            if len(wanted) and wanted.min() >= first and wanted.max() < first + count:
+                return wanted + (row - first)
         found = self._settled.rows_of(wanted)
         if self._recent:
             found = np.maximum(found, self._newest().rows_of(wanted))

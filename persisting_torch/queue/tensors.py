@@ -57,7 +57,9 @@ def dense(array: pa.Array, type_: FieldType) -> torch.Tensor:
         flat = elements(array.values)[start : start + len(array) * size]
     else:
         flat = elements(array)
-    return flat.view(storage.dtype).view(shape)
+    if flat.dtype is not storage.dtype:
+        flat = flat.view(storage.dtype)
+    return flat.view(shape)
 
 
 def rows_of(array: pa.Array, type_: FieldType) -> Rows:

@@ -154,6 +154,7 @@ class Writes:
                     f" written to {engine.place.bucket}: {error}. Make room or access and put them"
                     " again."
                 ) from error
+            engine.books.follow()
             engine.hub.notify()
         return meta.with_fields(chunk.field_names)
 
@@ -233,6 +234,7 @@ class Writes:
             with engine.ledger.lock:
                 composed = compose(chunks, engine.books.schema)
             engine.committer.append(composed)
+            engine.books.follow()
         self._unsure = False
 
     def _not_yet_committed(self, chunks: list[Chunk]) -> list[Chunk]:
@@ -254,7 +256,7 @@ class Writes:
 
     def flush_indexes(self, indexes: Int64s) -> None:
         """Write what waits, if one of these samples may be part of it."""
-        if not len(indexes):
+        if not len(indexes) or not (self._flushing or self.intake.buffer.chunks):
             return
         low, high = int(indexes.min()), int(indexes.max())
         with self.intake.lock:
