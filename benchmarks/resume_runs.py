@@ -59,8 +59,8 @@ class Job:
     max_steps: int = -1
     estimates: bool = False
     saves: str = "steps"
-    """When: every three "steps", at each "epoch" end, at the "end" of max_steps, after a "batch", on
-    an "exception"."""
+    """When: every three "steps", at each "epoch" or the "end" of max_steps, after a "batch", on an
+    "exception"."""
     resume: str | None = None
     kill_at: int | None = None
     """SIGKILL after this many batches of this run."""
@@ -174,7 +174,8 @@ def litdata(job: Job) -> Any:
     from litdata import StreamingDataLoader, StreamingDataset
 
     how = {"batch_size": job.batch_size, "num_workers": job.workers}
-    return StreamingDataLoader(StreamingDataset(f"{job.shared}/litdata"), **how)
+    # What litdata does by itself on several ranks, and refuses to change on resume.
+    return StreamingDataLoader(StreamingDataset(f"{job.shared}/litdata", drop_last=True), **how)
 
 
 def torchdata_map(job: Job) -> Any:
@@ -198,7 +199,7 @@ def plain(job: Job) -> Any:
 def _mapped(job: Job, loader: Callable[..., Any], sampler: Callable[..., Any]) -> Any:
     """A loader of map-style samples; under a Trainer, Lightning adds the sampler for ranks."""
     data, how = Samples(), {"batch_size": job.batch_size, "num_workers": job.workers}
-    if job.ranks > 1 and job.do == "loop":
+    if job.do == "loop":
         how["sampler"] = sampler(data, job.ranks, job.rank, shuffle=False)
     return loader(data, **how)
 

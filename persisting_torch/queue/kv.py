@@ -68,7 +68,8 @@ class KVInterface:
     ) -> None:
         """Put a sample under each key: a list of dicts, or a TensorDict of batch size [len(keys)].
 
-        Known keys are updated, new ones are put. Raises as kv_put does.
+        Known keys are updated; new ones are put, when a queue with a capacity has room. Raises as
+        kv_put does.
         """
         await in_thread(self._put, list(keys), data, partition_id, tags)
 
@@ -106,6 +107,8 @@ class KVInterface:
                 f"queue {self.queue.name!r}: {len(data)} samples were given for {len(keys)} keys."
                 " Give one for each, in their order."
             )
+        if len(self._find(keys, partition)) < len(keys):
+            self._engine.writes.await_room(partition)
         # Two processes that both find a key unknown would both put a sample for it.
         with self._engine.writes.alone():
             self._put_samples(keys, data, partition, texts)

@@ -70,6 +70,14 @@ class Writes:
         self.engine.flush()
         return None
 
+    def await_room(self, partition: str) -> None:
+        """Wait until the queue is not full. Raises WaitTimeout after 600 s."""
+        room = Room(self.engine, partition)
+        while not has_room(self.engine):
+            self.engine.flush()
+            if not has_room(self.engine):
+                room.wait()
+
     def put_now(
         self, data: dict[str, Any] | Sequence[dict[str, Any]] | TensorDictBase, partition: str
     ) -> BatchMeta:

@@ -14,6 +14,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader
 
 from persisting_torch import PersistingDataModule, Queue
 from persisting_torch.callbacks import (
@@ -60,8 +63,44 @@ def data_of(queue: str, path: Path, **options: Any) -> PersistingDataModule:
     return PersistingDataModule(queue, str(path), batch_size=BATCH, timeout=60, **options)
 
 
+class Sharded(LightningModule):
+    """Each step takes 1 off every weight of `actor`, of which each rank holds half."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.actor = torch.nn.Linear(4, 4, bias=False)
+        torch.nn.init.zeros_(self.actor.weight)
+
+    def configure_model(self) -> None:
+        assert self.device_mesh is not None
+        fully_shard(self.actor, mesh=self.device_mesh["data_parallel"])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.actor(torch.ones(1, 4)).sum()
+
+
+def train_sharded(path: Path) -> None:
+    for name, distributed in (("whole", False), ("shards", True)):
+        strategy = ModelParallelStrategy(
+            data_parallel_size=2,
+            tensor_parallel_size=1,
+            process_group_backend="gloo",
+            save_distributed_checkpoint=distributed,
+        )
+        options = {"devices": 2, "strategy": strategy, "max_steps": STEPS}
+        publisher = PolicyPublisher(name, storage_path=path, module="actor")
+        run = trainer(path, publisher, enable_checkpointing=False, **options)
+        run.fit(Sharded(), DataLoader(range(10)))  # type: ignore[arg-type]
+
+
 def main() -> None:
     path = Path(sys.argv[1])
+    if sys.argv[2:] == ["sharded"]:
+        train_sharded(path)
+        return
     two = {"devices": 2, "strategy": "ddp", "max_steps": STEPS, "enable_checkpointing": False}
     zero = trainer(
         path,

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from persisting_torch import Queue
 from persisting_torch.callbacks import policy
@@ -17,20 +18,24 @@ from tests.datasets.counting import fill
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where two ranks have trained and predicted."""
-    path = tmp_path_factory.mktemp("ranks")
-    fill(path, 7, queue="given")
+def run_ranks(path: Path, *what: str) -> None:
     script = Path(__file__).with_name("ranks_process.py")
     run = subprocess.run(
-        [sys.executable, str(script), str(path)],
+        [sys.executable, str(script), str(path), *what],
         capture_output=True,
         text=True,
         check=False,
         timeout=200,
     )
     assert run.returncode == 0, run.stdout + run.stderr
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where two ranks have trained and predicted."""
+    path = tmp_path_factory.mktemp("ranks")
+    fill(path, 7, queue="given")
+    run_ranks(path)
     return path
 
 
@@ -72,3 +77,11 @@ def test_ranks_write_their_predictions_into_one_queue(folder: Path) -> None:
             (r["source_index"].item(), r["double"].item()) for r in queue.sync.get(limit=100)
         )
     assert found == [(n, 2 * n) for n in range(7)]
+
+
+def test_weights_that_are_sharded_over_ranks_are_published_whole(tmp_path: Path) -> None:
+    run_ranks(tmp_path, "sharded")
+    for queue in ("whole", "shards"):
+        actor = torch.nn.Linear(4, 4, bias=False)
+        assert policy(queue, tmp_path).load_into(actor) == STEPS
+        assert torch.equal(actor.weight, torch.full((4, 4), -float(STEPS)))

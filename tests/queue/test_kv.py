@@ -221,3 +221,19 @@ def test_two_handles_that_put_the_same_new_keys_at_once_share_the_samples(tmp_pa
         for thread in threads:
             thread.join()
         assert one.sync.get() == [{"x": 1, "y": 1, "z": 1}] * len(keys)
+
+
+def test_a_put_of_a_new_key_waits_for_room_and_one_of_a_known_key_does_not(tmp_path: Path):
+    async def fill(queue: Queue, kv: KVInterface) -> None:
+        for key in ("a", "b"):
+            await kv.kv_put(key, {"x": 1}, "train")
+        await asyncio.wait_for(kv.kv_put("a", {"x": 2}, "train"), 10)
+        third = asyncio.create_task(kv.kv_put("c", {"x": 3}, "train"))
+        await asyncio.sleep(0.2)
+        assert not third.done()
+        await queue.get_meta(["x"], 1, partition_id="train")
+        await asyncio.wait_for(third, 10)
+
+    with Queue("q", tmp_path, capacity=2) as queue:
+        run(fill(queue, KVInterface(queue)))
+        assert len(queue) == 3
