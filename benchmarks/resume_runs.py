@@ -100,6 +100,10 @@ class Module(LightningModule):
         self.job = job
         self.batches = 0
 
+    def train_dataloader(self) -> Any:
+        # Called once the ranks are known, which litdata and torchdata's dataset ask for.
+        return READERS[self.job.reader](self.job)
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         if self.job.estimates:
             assert self.trainer.estimated_stepping_batches > 0
@@ -156,10 +160,17 @@ def dataset(job: Job, *, consume: bool) -> Any:
 
 
 def queue(job: Job) -> Any:
-    from persisting_torch import PersistingDataLoader, PersistingDataModule
+    from persisting_torch import PersistingDataLoader
 
-    if job.do == "loop":
-        return PersistingDataLoader(dataset(job, consume=True), num_workers=job.workers)
+    return PersistingDataLoader(dataset(job, consume=True), num_workers=job.workers)
+
+
+def data_module(job: Job) -> LightningDataModule | None:
+    """The queue as a Trainer gets it; the other readers are loaders."""
+    if job.reader != "persisting_torch":
+        return None
+    from persisting_torch import PersistingDataModule
+
     how: dict[str, Any] = {"batch_size": job.batch_size, "num_workers": job.workers}
     return PersistingDataModule("q", job.folder, last="split", timeout=LIMIT_SECONDS / 2, **how)
 
@@ -293,9 +304,8 @@ def trainer(job: Job) -> list[float]:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    module, data = Module(job), READERS[job.reader](job)
-    which = "datamodule" if isinstance(data, LightningDataModule) else "train_dataloaders"
-    run.fit(module, **{which: data}, ckpt_path=job.resume)
+    module = Module(job)
+    run.fit(module, datamodule=data_module(job), ckpt_path=job.resume)
     return module.counting.count.tolist()
 
 

@@ -19,7 +19,7 @@ from persisting_torch import Queue
 NOTHING, STEP = -1, -2  # in the record: room that is left, the end of an optimizer step
 
 
-def samples(first: int, count: int) -> TensorDict:
+def numbered(first: int, count: int) -> TensorDict:
     """Samples first, first + 1, ... whose features follow from their number alone."""
     uid = torch.arange(first, first + count)
     x = torch.sin(uid.unsqueeze(1) * torch.arange(1.0, 9.0))
@@ -28,7 +28,8 @@ def samples(first: int, count: int) -> TensorDict:
 
 def fill(path: Path, count: int, *, partition: str = "default", seal: bool = True) -> None:
     with Queue("q", path) as queue:
-        queue.sync.put(samples(0, count), partition)
+        if count:
+            queue.sync.put(numbered(0, count), partition)
         if seal:
             queue.sync.seal(partition)
 

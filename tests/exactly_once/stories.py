@@ -81,7 +81,7 @@ class Story:
         `same_steps=False` where the interruption has moved the bounds of optimizer steps.
         """
         self.assert_each_sample_once()
-        straight = uninterrupted(json.dumps(self.common))
+        straight = uninterrupted_like(self)
         assert self.end.order == straight.order
         if same_steps:
             assert self.end.steps == straight.steps
@@ -93,9 +93,13 @@ def assert_same_weights(some: Lineage, others: Lineage) -> None:
         assert torch.equal(some.weights[name], weights), name
 
 
+def uninterrupted_like(story: Story) -> Lineage:
+    """The end of the same story if nothing had befallen it."""
+    return _uninterrupted(json.dumps(story.common))
+
+
 @functools.cache
-def uninterrupted(common: str) -> Lineage:
-    """The end of a run that nothing befell."""
+def _uninterrupted(common: str) -> Lineage:
     with tempfile.TemporaryDirectory(prefix="uninterrupted-") as folder:
         story = Story(Path(folder), **json.loads(common))
         story.run()

@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import sys
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,16 +16,14 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
-import persisting_torch.queue
 from persisting_torch import (
     ConsumptionCheckpoint,
     PersistingDataLoader,
     PersistingDataModule,
     PersistingDataset,
+    Queue,
 )
-from tests.exactly_once.model import Net
-
-__all__ = ["fit", "persisting_torch"]
+from tests.exactly_once.model import Net, numbered
 
 FAILED = 3
 
@@ -70,8 +69,9 @@ def fit(
     resume: str | None = None,
     weights: str | None = None,
     end: str = "end.ckpt",
+    weights_only: bool = False,
 ) -> None:
-    """Fit from queue "q" in the folder; at the end, write the checkpoint `end` there.
+    """Fit from queue "q" in the folder; at the end, write a checkpoint to `end` there.
 
     `keep` are the arguments of ModelCheckpoints. Exits with FAILED when the event "raise" came, and
     with SIGTERM's usual status when Lightning ended for that.
@@ -120,6 +120,27 @@ def fit(
         if str(error) != "the training step failed":
             raise
         sys.exit(FAILED)
-    run.save_checkpoint(home / end)
+    run.save_checkpoint(home / end, weights_only)
     if net.validated:
         print("validated", len(net.validated), len(set(net.validated)), flush=True)
+
+
+def produce(
+    folder: str,
+    *,
+    first: int,
+    count: int,
+    at_once: int = 7,
+    pause: float = 0.01,
+    seal: bool = False,
+) -> None:
+    """Put samples into queue "q", some at a time."""
+    with Queue("q", folder) as queue:
+        with queue.producer(f"producer-{first}"):
+            for at in range(first, first + count, at_once):
+                queue.sync.put(numbered(at, min(at_once, first + count - at)))
+                queue.sync.flush()
+                print("put", flush=True)
+                time.sleep(pause)
+        if seal:
+            queue.sync.seal("default")
