@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from tensordict import TensorDictBase
 
 from persisting_torch.queue.kv import KVInterface
-from persisting_torch.queue.threads import undisturbed
 
 if TYPE_CHECKING:
     from persisting_torch.queue import Queue
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
 
 def known_keys(queue: Queue, keys: list[str], partition: str) -> set[str]:
     """Those of the keys that the partition has."""
-    return set(KVInterface(queue)._find(keys, partition))
+    return set(KVInterface(queue).sync.find(keys, partition))
 
 
 def put_under_keys(
@@ -24,4 +23,4 @@ def put_under_keys(
 ) -> None:
     """`KVInterface.kv_batch_put`, on disk when this returns: new keys put, known ones updated."""
     if keys:
-        undisturbed(KVInterface(queue)._put, keys, data, partition, None)
+        KVInterface(queue).sync.kv_batch_put(keys, data, partition)

@@ -11,7 +11,7 @@ from tensordict import TensorDict, TensorDictBase
 from persisting_torch.errors import SchemaError
 from persisting_torch.queue.meta import BatchMeta
 from persisting_torch.queue.names import check_name
-from persisting_torch.queue.threads import in_thread
+from persisting_torch.queue.threads import in_thread, undisturbed
 
 if TYPE_CHECKING:
     from persisting_torch.queue.queue import Queue
@@ -23,7 +23,7 @@ class KVInterface:
     """Keys for the samples of a queue, each with a tag (a dict that JSON can hold).
 
     Keys are unique within a partition. What a method has done is on disk, and seen by all
-    processes, when it returns.
+    processes, when it returns. `kv.sync` has the same methods without await.
 
     >>> import asyncio, tempfile
     >>> from persisting_torch import Queue
@@ -38,7 +38,7 @@ class KVInterface:
 
     def __init__(self, queue: Queue) -> None:
         self.queue = queue
-        self._engine = queue.engine
+        self.sync = SyncKV(queue)
 
     async def kv_put(
         self,
@@ -52,12 +52,7 @@ class KVInterface:
         With data=None only the tag is updated. Raises SchemaError for a value or tag that cannot
         be stored, KeyError for data=None with an unknown key.
         """
-        rows: list[dict[str, Any]] | TensorDictBase | None
-        if isinstance(data, TensorDictBase):
-            rows = data.unsqueeze(0) if not data.batch_dims else data
-        else:
-            rows = None if data is None else [data]
-        await self.kv_batch_put([key], rows, partition_id, None if tag is None else [tag])
+        await in_thread(self.sync.kv_put, key, data, partition_id, tag)
 
     async def kv_batch_put(
         self,
@@ -71,7 +66,7 @@ class KVInterface:
         Known keys are updated; new ones are put, when a queue with a capacity has room. Raises as
         kv_put does.
         """
-        await in_thread(self._put, list(keys), data, partition_id, tags)
+        await in_thread(self.sync.kv_batch_put, keys, data, partition_id, tags)
 
     async def kv_batch_get(
         self, keys: Sequence[str], partition_id: str, fields: Sequence[str] | None = None
@@ -80,15 +75,56 @@ class KVInterface:
 
         Raises KeyError naming unknown keys.
         """
-        return await in_thread(self._get, list(keys), partition_id, fields)
+        return await in_thread(self.sync.kv_batch_get, keys, partition_id, fields)
 
     async def kv_list(self, partition_id: str) -> list[tuple[str, Tag | None]]:
         """All keys of a partition with their tags, sorted by key."""
-        return await in_thread(self._list, partition_id)
+        return await in_thread(self.sync.kv_list, partition_id)
 
     async def kv_clear(self, keys: Sequence[str], partition_id: str) -> None:
         """Remove keys and their samples for good. Raises KeyError naming unknown keys."""
-        await in_thread(self._clear, list(keys), partition_id)
+        await in_thread(self.sync.kv_clear, keys, partition_id)
+
+
+class SyncKV:
+    """The methods of KVInterface without await, for scripts, notebooks and callbacks."""
+
+    def __init__(self, queue: Queue) -> None:
+        self.queue = queue
+        self._engine = queue.engine
+
+    def kv_put(
+        self,
+        key: str,
+        data: dict[str, Any] | TensorDictBase | None,
+        partition_id: str,
+        tag: Tag | None = None,
+    ) -> None:
+        """See KVInterface.kv_put."""
+        rows: list[dict[str, Any]] | TensorDictBase | None
+        if isinstance(data, TensorDictBase):
+            rows = data.unsqueeze(0) if not data.batch_dims else data
+        else:
+            rows = None if data is None else [data]
+        self.kv_batch_put([key], rows, partition_id, None if tag is None else [tag])
+
+    def kv_batch_put(
+        self,
+        keys: Sequence[str],
+        data: Sequence[dict[str, Any]] | TensorDictBase | None,
+        partition_id: str,
+        tags: Sequence[Tag | None] | None = None,
+    ) -> None:
+        """See KVInterface.kv_batch_put."""
+        undisturbed(self._put, list(keys), data, partition_id, tags)
+
+    def kv_batch_get(
+        self, keys: Sequence[str], partition_id: str, fields: Sequence[str] | None = None
+    ) -> TensorDict:
+        """See KVInterface.kv_batch_get."""
+        known = self.find(keys, partition_id)
+        _refuse_unknown(keys, known, self.queue.name, partition_id)
+        return self._engine.read_batch(partition_id, [known[key] for key in keys], fields)
 
     def _put(
         self,
@@ -99,7 +135,7 @@ class KVInterface:
     ) -> None:
         texts = _texts(keys, tags)
         if data is None:
-            _refuse_unknown(keys, self._find(keys, partition), self.queue.name, partition)
+            _refuse_unknown(keys, self.find(keys, partition), self.queue.name, partition)
             self._tag(keys, partition, texts)
             return
         if len(data) != len(keys):
@@ -107,7 +143,7 @@ class KVInterface:
                 f"queue {self.queue.name!r}: {len(data)} samples were given for {len(keys)} keys."
                 " Give one for each, in their order."
             )
-        if len(self._find(keys, partition)) < len(keys):
+        if len(self.find(keys, partition)) < len(keys):
             self._engine.writes.await_room(partition)
         # Two processes that both find a key unknown would both put a sample for it.
         with self._engine.writes.alone():
@@ -120,7 +156,7 @@ class KVInterface:
         partition: str,
         texts: list[str | None],
     ) -> None:
-        known = self._find(keys, partition)
+        known = self.find(keys, partition)
         old = [at for at, key in enumerate(keys) if key in known]
         new = [at for at, key in enumerate(keys) if key not in known]
         if old and new:
@@ -135,12 +171,7 @@ class KVInterface:
                 _pick(data, old), meta, [(keys[at], known[keys[at]], texts[at]) for at in old]
             )
 
-    def _get(self, keys: list[str], partition: str, fields: Sequence[str] | None) -> TensorDict:
-        known = self._find(keys, partition)
-        _refuse_unknown(keys, known, self.queue.name, partition)
-        return self._engine.read_batch(partition, [known[key] for key in keys], fields)
-
-    def _find(self, keys: list[str], partition: str) -> dict[str, int]:
+    def find(self, keys: Sequence[str], partition: str) -> dict[str, int]:
         """The global indexes of those keys that the partition has."""
         self._engine.check_open()
         with self._engine.ledger.reading() as tx:
@@ -167,20 +198,22 @@ class KVInterface:
                 [(text, where, key, text) for key, text in zip(keys, texts, strict=True)],
             )
 
-    def _list(self, partition: str) -> list[tuple[str, Tag | None]]:
+    def kv_list(self, partition_id: str) -> list[tuple[str, Tag | None]]:
+        """See KVInterface.kv_list."""
         self._engine.check_open()
         with self._engine.ledger.reading() as tx:
             rows = tx.execute(
                 "SELECT key, tag FROM keys JOIN partitions ON partitions.id = keys.partition"
                 " WHERE partitions.name = ? ORDER BY key",
-                (partition,),
+                (partition_id,),
             ).fetchall()
         return [(key, None if tag is None else json.loads(tag)) for key, tag in rows]
 
-    def _clear(self, keys: list[str], partition: str) -> None:
-        known = self._find(keys, partition)
-        _refuse_unknown(keys, known, self.queue.name, partition)
-        self._engine.clear(partition, [known[key] for key in keys])
+    def kv_clear(self, keys: Sequence[str], partition_id: str) -> None:
+        """See KVInterface.kv_clear."""
+        known = self.find(keys, partition_id)
+        _refuse_unknown(keys, known, self.queue.name, partition_id)
+        self._engine.clear(partition_id, [known[key] for key in keys])
 
 
 def _texts(keys: list[str], tags: Sequence[Tag | None] | None) -> list[str | None]:
@@ -205,7 +238,7 @@ def _texts(keys: list[str], tags: Sequence[Tag | None] | None) -> list[str | Non
     return texts
 
 
-def _refuse_unknown(keys: list[str], known: dict[str, int], queue: str, partition: str) -> None:
+def _refuse_unknown(keys: Sequence[str], known: dict[str, int], queue: str, partition: str) -> None:
     unknown = [key for key in keys if key not in known]
     if unknown:
         raise KeyError(f"{queue}/{partition} has no keys {unknown[:10]}.")

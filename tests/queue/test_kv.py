@@ -237,3 +237,13 @@ def test_a_put_of_a_new_key_waits_for_room_and_one_of_a_known_key_does_not(tmp_p
     with Queue("q", tmp_path, capacity=2) as queue:
         run(fill(queue, KVInterface(queue)))
         assert len(queue) == 3
+
+
+def test_the_same_methods_are_there_without_await(queue: Queue, kv: KVInterface):
+    kv.sync.kv_put("a", {"x": 1}, "train", tag={"step": 1})
+    kv.sync.kv_batch_put(["a", "b"], [{"x": 2}, {"x": 3}], "train")
+    assert kv.sync.kv_batch_get(["b", "a"], "train")["x"].tolist() == [3, 2]
+    assert kv.sync.kv_list("train") == [("a", {"step": 1}), ("b", None)]
+    kv.sync.kv_clear(["a"], "train")
+    assert kv.sync.kv_list("train") == [("b", None)]
+    assert run(kv.kv_batch_get(["b"], "train"))["x"].tolist() == [3]
