@@ -147,8 +147,8 @@ class Bench:
         for _ in range(3):
             ready = [{"reward": samples(BATCH)["reward"]}] * batches
             memory = train(batches, DataLoader(ready, batch_size=None))
-            seconds = memory["batch ms"] / 1e3
-            runs = (memory, self._before(batches), self._beside(batches, seconds / LEAD))
+            before = self._before(batches)
+            runs = (memory, before, self._beside(batches, before["batch ms"] / 1e3 / LEAD))
             for name, run in zip(names, runs, strict=True):
                 found[name].append(run)
         return [

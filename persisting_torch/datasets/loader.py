@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from multiprocessing.context import BaseContext
@@ -17,6 +16,7 @@ from persisting_torch.datasets.dataset import PersistingDataset
 from persisting_torch.datasets.delivery import Delivery, Source
 from persisting_torch.datasets.prefetch import Prefetcher
 from persisting_torch.datasets.reading import Pass, identity
+from persisting_torch.datasets.workers import Workers
 
 
 class PersistingDataLoader(DataLoader[Any]):
@@ -26,7 +26,8 @@ class PersistingDataLoader(DataLoader[Any]):
     none; each is read when it is asked for), which is the fastest way unless `transform` is slow
     Python. With worker processes each reads `prefetch_factor` (default `prefetch_batches`) ahead;
     they start by forkserver, or spawn where that is missing, so `transform`, `sampler` and
-    `collate_fn` have to pickle. The order of batches is the same in all cases.
+    `collate_fn` have to pickle. The order of batches is the same in all cases. A worker that was
+    killed, or is stopped for longer than the dataset's `timeout`, is told by a PersistingError.
 
     `state_dict` and `load_state_dict` make a loop resumable, also when taken or loaded in the
     middle of it: a state taken in the body of the loop counts the batch in hand as used. Under a
@@ -151,40 +152,6 @@ class PersistingDataLoader(DataLoader[Any]):
         if self.prefetch_batches == 0:
             return read(threading.Event())
         return Prefetcher(read, self.prefetch_batches)
-
-
-class Workers(Iterator[tuple[int, Any]]):
-    """Reads a pass in worker processes, which end with this: closed, lost, or dead."""
-
-    def __init__(self, reading: Pass, like: PersistingDataLoader) -> None:
-        context = like.multiprocessing_context
-        reading.lifeline, writer = context.Pipe(duplex=False)
-        self._finalizer = weakref.finalize(self, writer.close)
-        loader = DataLoader(
-            reading,
-            batch_size=None,
-            num_workers=like.num_workers,
-            collate_fn=identity,
-            pin_memory=like.pin_memory,
-            timeout=like.timeout,
-            worker_init_fn=like.worker_init_fn,
-            multiprocessing_context=context,
-            generator=like.generator,
-            prefetch_factor=like.prefetch_factor,
-            pin_memory_device=like.pin_memory_device,
-        )
-        self._batches: Iterator[tuple[int, Any]] | None = iter(loader)
-        reading.lifeline.close()
-
-    def __next__(self) -> tuple[int, Any]:
-        if self._batches is None:
-            raise StopIteration
-        return next(self._batches)
-
-    def close(self) -> None:
-        """End the workers' waits, then the workers."""
-        self._finalizer()
-        self._batches = None
 
 
 def _start_method(wanted: str | BaseContext | None) -> str | BaseContext:

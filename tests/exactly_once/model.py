@@ -71,7 +71,7 @@ class Recorder(nn.Module):
 
 
 class Net(LightningModule):
-    """A linear layer, trained with momentum; `manual` optimization steps every `accumulate`."""
+    """A linear layer; `manual` optimization makes a step of every `accumulate` batches."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class Net(LightningModule):
         self.recorder.batch(batch["uid"])
         if not self.automatic_optimization:
             self.manual_backward(loss / self.accumulate)
-            if (batch_idx + 1) % self.accumulate == 0:
+            if (batch_idx + 1) % self.accumulate == 0 or self.trainer.is_last_batch:
                 optimizer = self.optimizers()
                 optimizer.step()
                 optimizer.zero_grad()

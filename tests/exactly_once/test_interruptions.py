@@ -145,3 +145,38 @@ def test_an_interrupted_run_ends_as_one_that_nothing_befell(
     story = Story(tmp_path, **merged(common, CONFIGURATIONS[configuration]))
     act(story, 4 if "accumulate" in configuration else 1)
     story.assert_as_uninterrupted()
+
+
+def stopped(story: Story) -> None:
+    story.run(event=["save and stop", 22])
+    story.run(resume="stopped.ckpt")
+
+
+def failed(story: Story) -> None:
+    story.run(on_exception=True, event=["raise", 23], status=FAILED)
+    story.run(resume="on_exception.ckpt")
+
+
+def terminated(story: Story) -> None:
+    story.run(on_exception=True, event=["sigterm", 22])
+    story.run(resume="on_exception.ckpt")
+
+
+@pytest.mark.parametrize("act", [stopped, failed, terminated])
+@pytest.mark.parametrize("configuration", ["accumulate", "manual-accumulate"])
+def test_a_checkpoint_in_mid_accumulation_repeats_what_is_in_no_step(
+    tmp_path: Path, configuration: str, act: Callable[[Story], None]
+) -> None:
+    story = Story(tmp_path, **CONFIGURATIONS[configuration])
+    act(story)
+    story.assert_as_uninterrupted(same_steps=False)
+
+
+def test_without_checkpoints_a_run_that_begins_anew_goes_on_with_the_batch_in_hand(
+    tmp_path: Path,
+) -> None:
+    story = Story(tmp_path)
+    story.run(event=["sigkill", 20], status=-signal.SIGKILL)
+    story.run()
+    assert story.books == {"put": 240, "once": 240, "twice": 0, "never": 0}
+    assert story.end.order == list(range(80, 240))

@@ -15,6 +15,7 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from tensordict import TensorDict
 
 from persisting_torch import (
     ConsumptionCheckpoint,
@@ -70,6 +71,7 @@ def fit(
     weights: str | None = None,
     end: str = "end.ckpt",
     weights_only: bool = False,
+    tell_worker: bool = False,
 ) -> None:
     """Fit from queue "q" in the folder; at the end, write a checkpoint to `end` there.
 
@@ -108,6 +110,8 @@ def fit(
         | (trainer or {})
     )
     options = {"batch_size": 4, "last": "split", "timeout": 30.0} | (data or {})
+    if tell_worker:
+        options["transform"] = tell
     if consume:
         source: Any = {"datamodule": PersistingDataModule("q", folder, **options)}
     else:
@@ -123,6 +127,12 @@ def fit(
     run.save_checkpoint(home / end, weights_only)
     if net.validated:
         print("validated", len(net.validated), len(set(net.validated)), flush=True)
+
+
+def tell(batch: TensorDict) -> TensorDict:
+    """A transform that says which process it is in."""
+    print("worker", os.getpid(), flush=True)
+    return batch
 
 
 def produce(
