@@ -13,6 +13,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from tensordict import TensorDict
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from persisting_torch import Queue
 
@@ -83,6 +84,7 @@ class Net(LightningModule):
         one_cycle: bool = False,
         momentum: float = 0.9,
         pace: float = 0.0,
+        sharded: bool = False,
     ) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -93,9 +95,15 @@ class Net(LightningModule):
         self.one_cycle = one_cycle
         self.momentum = momentum
         self.pace = pace
+        self.sharded = sharded
         self.began = 0
         self.fails_at: int | None = None
         self.validated: list[int] = []
+
+    def configure_model(self) -> None:
+        if self.sharded and not isinstance(self.layer, FSDPModule):
+            assert self.device_mesh is not None
+            fully_shard(self.layer, mesh=self.device_mesh["data_parallel"])
 
     def training_step(self, batch: TensorDict, batch_idx: int) -> Tensor:
         self.began += 1

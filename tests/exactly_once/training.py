@@ -15,6 +15,7 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.strategies import ModelParallelStrategy
 from tensordict import TensorDict
 
 from persisting_torch import (
@@ -72,6 +73,7 @@ def fit(
     end: str = "end.ckpt",
     weights_only: bool = False,
     tell_worker: bool = False,
+    sharded: bool = False,
 ) -> None:
     """Fit from queue "q" in the folder; at the end, write a checkpoint to `end` there.
 
@@ -82,7 +84,7 @@ def fit(
     warnings.filterwarnings("ignore", module="lightning")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     home = Path(folder)
-    net = Net(samples, **(model or {}))
+    net = Net(samples, sharded=sharded, **(model or {}))
     if event[0] == "raise":
         net.fails_at = event[1]
     if weights is not None:
@@ -108,6 +110,7 @@ def fit(
             "plugins": [AsyncCheckpointIO()] if asynchronous else None,
         }
         | (trainer or {})
+        | ({"strategy": _sharding()} if sharded else {})
     )
     options = {"batch_size": 4, "last": "split", "timeout": 30.0} | (data or {})
     if tell_worker:
@@ -127,6 +130,16 @@ def fit(
     run.save_checkpoint(home / end, weights_only)
     if net.validated:
         print("validated", len(net.validated), len(set(net.validated)), flush=True)
+
+
+def _sharding() -> ModelParallelStrategy:
+    """Each rank holds a part of the parameters, gradients and optimizer's state."""
+    return ModelParallelStrategy(
+        data_parallel_size=2,
+        tensor_parallel_size=1,
+        process_group_backend="gloo",
+        save_distributed_checkpoint=False,
+    )
 
 
 def tell(batch: TensorDict) -> TensorDict:

@@ -1,0 +1,21 @@
+"""Runs orders of `fit`, one after the other, on this rank of a torchrun job.
+
+python -m torch.distributed.run --standalone --nproc-per-node N ranks_process.py ORDERS.json
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import signal
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from tests.exactly_once.training import fit
+
+if __name__ == "__main__":
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with torchrun
+    for order in json.loads(Path(sys.argv[1]).read_text()):
+        fit(**order)
