@@ -19,7 +19,7 @@ after a step. The readers:
     persisting_torch: PersistingDataModule, in a loop PersistingDataLoader
     consume=False: ours too, PersistingDataLoader, for data that is gone over in every epoch
     litdata: StreamingDataLoader over a StreamingDataset made by `optimize`
-    torchdata map: StatefulDataLoader over a Dataset, with its StatefulDistributedSampler
+    torchdata map: StatefulDataLoader over a Dataset; for ranks, its StatefulDistributedSampler
     torchdata iterable: StatefulDataLoader over an IterableDataset that has a state
     DataLoader: torch's own, which has no state, so that a plain loop begins its epoch again
 
@@ -69,7 +69,10 @@ SCENARIOS: dict[str, tuple[Run, Run | None]] = {
     ),
     "num_workers 0 -> 2": ({"kill_at": 5}, {"workers": 2}),
     "num_workers 2 -> 0": ({"kill_at": 5, "workers": 2}, {}),
-    "2 ranks -> 1": ({"kill_at": 5, "ranks": 2}, {"batch_size": 8}),
+    "2 ranks -> 1": (
+        {"kill_at": 5, "distributed": True, "ranks": 2},
+        {"batch_size": 8, "distributed": True},
+    ),
     "mid-accumulation, SIGKILL": (
         {"accumulate": 4, "saves": "batch", "kill_at": 7},
         {"accumulate": 4},

@@ -66,6 +66,8 @@ class Job:
     """SIGKILL after this many batches of this run."""
     fail_at: int | None = None
     """An exception in the training step after this many batches of this run."""
+    distributed: bool = False
+    """Whether the row is about ranks, for readers that are used differently then."""
     rank: int = 0
     ranks: int = 1
     port: int = 0
@@ -185,8 +187,9 @@ def litdata(job: Job) -> Any:
     from litdata import StreamingDataLoader, StreamingDataset
 
     how = {"batch_size": job.batch_size, "num_workers": job.workers}
-    # What litdata does by itself on several ranks, and refuses to change on resume.
-    return StreamingDataLoader(StreamingDataset(f"{job.shared}/litdata", drop_last=True), **how)
+    # On several ranks litdata sets drop_last itself, and refuses to change it on resume.
+    data = StreamingDataset(f"{job.shared}/litdata", drop_last=True if job.distributed else None)
+    return StreamingDataLoader(data, **how)
 
 
 def torchdata_map(job: Job) -> Any:
@@ -210,7 +213,7 @@ def plain(job: Job) -> Any:
 def _mapped(job: Job, loader: Callable[..., Any], sampler: Callable[..., Any]) -> Any:
     """A loader of map-style samples; under a Trainer, Lightning adds the sampler for ranks."""
     data, how = Samples(), {"batch_size": job.batch_size, "num_workers": job.workers}
-    if job.do == "loop":
+    if job.distributed and job.do == "loop":
         how["sampler"] = sampler(data, job.ranks, job.rank, shuffle=False)
     return loader(data, **how)
 

@@ -1,9 +1,9 @@
 """Train on two ranks under torchrun, lose them half way, lose no sample.
 
-A plain torch DDP loop on two ranks trains from a queue. Half way both ranks are killed with SIGKILL,
-and torchrun is started again; the ranks go on from their last checkpoint. Then the same with a
-Lightning Trainer. At the end the queue's own books, and a count that is part of the checkpoints
-beside the weights, say how often each sample was trained.
+A plain torch DDP loop on two ranks trains from a queue. Half way both ranks are killed with
+SIGKILL, and torchrun is started again; the ranks go on from their last checkpoint. Then the same
+with a Lightning Trainer. At the end the queue's own books, and a count that is part of the
+checkpoints beside the weights, say how often each sample was trained.
 
     python examples/torchrun_ddp.py
 
@@ -137,7 +137,8 @@ def train_lightning() -> None:
         def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:
             report(trainer.global_step)
 
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning")
     trainer = Trainer(
         accelerator="cpu",

@@ -239,6 +239,18 @@ class Books:
         for _, task, members in self._news(tx, "consumed", "task, members"):
             self._take(self._tasks_by_id[task], BitMap64.deserialize(members))
 
+    def note_claim(self, task: str, partition: str, members: BitMap64, seq: int) -> None:
+        """Enter a claim that was committed in a transaction which began with a refresh.
+
+        With the ledger's lock held all the while. That spares the next refresh to find the claim.
+        """
+        known = self.tasks.get((task, partition))
+        if known is not None and self._at is not None and self._pulse is not None and seq:
+            self._take(known, members)
+            self._seen["claims"] = seq
+            self._pulse = (*self._pulse[:-2], seq, self._pulse[-1])
+            self._at = self._at[0], self.ledger.own_changes()
+
     def _take(self, task: Task, members: BitMap64) -> None:
         task.taken |= members
         where = self._by_id[task.partition].name

@@ -57,22 +57,25 @@ class Claims:
         """
         rank, batch = sampling.get("dp_rank"), sampling.get("batch_index")
         place = None if rank is None or batch is None else (int(rank), int(batch))
-        with self.ledger.transaction() as tx:
-            self.books.refresh(tx)
-            known = self._remembered(tx, task, partition, place)
-            if known is not None:
-                return known
-            view = self.books.view(task, partition, fields)
-            sampled, consumed = self._sample(view, batch_size, sampler, sampling)
-            if not sampled and not consumed:
-                return []
-            number = self.books.task_id(tx, task, partition)
-            take(tx, number, set_of(consumed))
-            if place is not None:
-                tx.execute(
-                    "INSERT INTO rank_batches VALUES (?, ?, ?, ?, ?, ?)",
-                    (number, *place, *pack_list(sampled)),
-                )
+        with self.ledger.lock:
+            with self.ledger.transaction() as tx:
+                self.books.refresh(tx)
+                known = self._remembered(tx, task, partition, place)
+                if known is not None:
+                    return known
+                view = self.books.view(task, partition, fields)
+                sampled, consumed = self._sample(view, batch_size, sampler, sampling)
+                if not sampled and not consumed:
+                    return []
+                number = self.books.task_id(tx, task, partition)
+                taken = set_of(consumed)
+                seq = take(tx, number, taken)
+                if place is not None:
+                    tx.execute(
+                        "INSERT INTO rank_batches VALUES (?, ?, ?, ?, ?, ?)",
+                        (number, *place, *pack_list(sampled)),
+                    )
+            self.books.note_claim(task, partition, taken, seq)
             return sampled
 
     def _remembered(
@@ -172,12 +175,15 @@ def _as_range(rising: list[int]) -> Sequence[int]:
     return rising
 
 
-def take(tx: sqlite3.Connection, task: int, members: BitMap64) -> None:
-    if members:
-        tx.execute(
-            "INSERT INTO claims (task, first, count, members) VALUES (?, ?, ?, ?)",
-            (task, *pack_set(members)),
-        )
+def take(tx: sqlite3.Connection, task: int, members: BitMap64) -> int:
+    """Enter a claim, and answer its number; 0 for one of nothing, which is not entered."""
+    if not members:
+        return 0
+    done = tx.execute(
+        "INSERT INTO claims (task, first, count, members) VALUES (?, ?, ?, ?)",
+        (task, *pack_set(members)),
+    )
+    return done.lastrowid or 0
 
 
 def replace_taken(tx: sqlite3.Connection, task: Task, taken: BitMap64) -> None:

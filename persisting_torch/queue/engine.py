@@ -243,7 +243,12 @@ class Engine:
         sampling: dict[str, Any] | None = None,
     ) -> TensorDict:
         """`claim`, and the data of what was claimed."""
-        return self.data_of(self.claim(fields, batch_size, task, partition, sampler, sampling))
+        meta = self.claim(fields, batch_size, task, partition, sampler, sampling)
+        if not meta.size:
+            return TensorDict({}, batch_size=[0])
+        with self.metrics.timed("read", meta.size):
+            indexes, names = meta.index_array(), meta.field_names or None
+            return self.reads.batch(partition, indexes, names, None, known=True)
 
     def data_of(self, meta: BatchMeta, partition: str | None = None) -> TensorDict:
         """The fields that a BatchMeta names of its samples; batch size [meta.size]."""

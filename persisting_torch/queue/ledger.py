@@ -278,6 +278,11 @@ class Ledger:
             self.check_open()
             return int(self.connection.execute("PRAGMA data_version").fetchone()[0])
 
+    def own_changes(self) -> int:
+        """How many rows this connection has changed."""
+        with self.lock:
+            return self.connection.total_changes
+
     def version(self) -> tuple[int, int]:
         """A value that differs once any process has changed the ledger since it was last asked."""
         with self.lock:

@@ -197,14 +197,19 @@ class Reads:
         indexes: Int64s,
         fields: Sequence[str] | None,
         pad: dict[str, float] | None,
+        *,
+        known: bool = False,
     ) -> TensorDict:
-        """A TensorDict of batch size [n] with the fields of these samples, in their order."""
+        """A TensorDict of batch size [n] with the fields of these samples, in their order.
+
+        `known` samples were just found in the partition, and are not looked up there again.
+        """
         with self.ledger.lock:
             self.books.follow_others()
             self.late.follow()
             names = self.names_of(fields)
             self._check_names(names)
-            rows = self._rows_of(partition, indexes)
+            rows = self._rows_of(partition, indexes, known)
             schema = self.books.schema
             late = [name for name in names if self.late.holds(name)]
         table = self._table(rows, indexes, names, late)
@@ -230,7 +235,9 @@ class Reads:
             self._follow()
             self._rows_of(partition, indexes)
 
-    def _rows_of(self, partition: str, indexes: Int64s) -> Int64s:
+    def _rows_of(self, partition: str, indexes: Int64s, known: bool = False) -> Int64s:
+        if known:
+            return self.books.runs.rows_of(indexes)
         unknown = self.books.strays(partition, indexes)
         if unknown:
             self._follow()
