@@ -42,8 +42,10 @@ format: $(INSTALLED) ## apply ruff's fixes and format
 	$(RUN) -m ruff check --fix
 	$(RUN) -m ruff format
 
-bench: $(INSTALLED) ## the benchmarks of the local queue, with their ratios
+bench: $(INSTALLED) ## the benchmarks: queue beside plain Lance, waiting, who loses what on resume
 	$(RUN) benchmarks/queue_local.py $(BENCH_ARGS)
+	$(RUN) benchmarks/waiting.py
+	$(RUN) benchmarks/resume_matrix.py
 
 clean: ## remove the environment, caches and what the demo left behind
 	rm -rf $(VENV) build dist demo_data lightning_logs checkpoints

@@ -15,6 +15,7 @@ from tests.exactly_once.model import Lineage, fill
 from tests.exactly_once.processes import Child, start
 
 SAMPLES = 240
+VALIDATION_SAMPLES = 12
 FIT = "tests.exactly_once.training:fit"
 
 
@@ -42,6 +43,8 @@ class Story:
         self.common = merged({"samples": SAMPLES}, common)
         if filled:
             fill(folder, self.common["samples"])
+            if "val_partition_id" in self.common.get("data", {}):
+                fill(folder, VALIDATION_SAMPLES, partition=self.common["data"]["val_partition_id"])
 
     def begin(self, **order: Any) -> Child:
         order = merged(self.common, order)

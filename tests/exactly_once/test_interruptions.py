@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.exactly_once.stories import Story, every, merged
+from persisting_torch import Queue
+from tests.exactly_once.stories import VALIDATION_SAMPLES, Story, every, merged
 from tests.exactly_once.training import FAILED
 
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
@@ -97,7 +98,10 @@ def max_steps(story: Story, per_step: int) -> None:
 @scenario(**VALIDATION)
 def validation(story: Story, per_step: int) -> None:
     story.run(keep=[every(4 // per_step)], event=["sigkill", 27], status=-signal.SIGKILL)
-    story.run(resume=story.newest())
+    child = story.run(resume=story.newest())
+    assert f"validated {6 * VALIDATION_SAMPLES} {VALIDATION_SAMPLES}\n" in child.out
+    with Queue("q", story.folder) as queue:
+        assert queue.engine.books_of("train", "val")["never"] == VALIDATION_SAMPLES
 
 
 @scenario()

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from lightning.pytorch import Trainer
 
-from tests.exactly_once.model import Lineage
+from tests.exactly_once.model import Lineage, fill
 from tests.exactly_once.stories import Story, assert_same_weights, every, merged
 
 pytestmark = pytest.mark.slow
@@ -137,3 +137,14 @@ def test_a_killed_rank_ends_the_job_and_two_ranks_resume_it(tmp_path: Path) -> N
     torchrun(2, [order(story, 2, resume=str(tmp_path / "step=12.ckpt"))])
     story.assert_each_sample_once()
     assert Lineage.in_file(tmp_path / "end.ckpt").order == list(range(SAMPLES))
+
+
+def test_a_wait_that_reaches_its_limit_is_told_on_all_ranks(tmp_path: Path) -> None:
+    story = Story(
+        tmp_path, filled=False, samples=20, data={"timeout": 3.0}, trainer={"strategy": "ddp"}
+    )
+    fill(tmp_path, 20, seal=False)
+    out = torchrun(2, [order(story, 2)], fails=True)
+    missing = "waited 3 s for 8 samples of q/default for task 'train'; 4 ready"
+    for rank in range(2):
+        assert f"[rank{rank}]: persisting_torch.errors.WaitTimeout: {missing}" in out
