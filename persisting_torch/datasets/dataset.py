@@ -138,6 +138,11 @@ class PersistingDataset(IterableDataset[Any]):
         """Queue, partition and task ("" without consumption): whose cursor this is."""
         return self.handle.name, self.partition_id, self.task_name if self.consume else ""
 
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of a batch over all ranks."""
+        return self.batch_size * self.ranks.size
+
     def set_epoch(self, epoch: int) -> None:
         """Fix the order of the next pass with `consume=False` and a `shuffle_seed`.
 
@@ -177,7 +182,8 @@ class PersistingDataset(IterableDataset[Any]):
         In a plain loop the batch in hand counts as used. Taking a state says that the one taken
         before it has been saved: its batches are then committed as consumed. Under a Trainer it
         is what optimizer steps have covered. With `consume=False` it is the place in the epoch,
-        with what it takes to list the same samples in the same order again.
+        with what it takes to list the same samples in the same order again, and to go on after
+        them with batches of another size.
 
         Raises PersistingError in the worker of a plain DataLoader, if the dataset consumes.
         """
@@ -241,11 +247,14 @@ class PersistingDataset(IterableDataset[Any]):
             return self._resumed
         listing = self._listing
         if listing is None or k is None or k >= len(listing.slices):
-            return state | {"k": 0, "epoch": self._epoch, "below": None, "samples": None}
+            start = {"k": 0, "epoch": self._epoch, "skip": 0, "below": None, "samples": None}
+            return state | start | {"size": self.global_batch_size}
         return state | {
             "epoch": listing.epoch,
+            "skip": listing.skip,
             "below": listing.below,
             "samples": listing.samples,
+            "size": self.global_batch_size,
         }
 
     def settle(self) -> None:
@@ -289,11 +298,14 @@ class PersistingDataset(IterableDataset[Any]):
     def _begin_listing(self) -> Pass:
         """A pass over all that is ready; the first one after a state was loaded goes on there."""
         state, self._resumed = self._resumed, None
-        start, below = (0, None) if state is None else (state["k"], state["below"])
+        start, skip, below = 0, 0, None
         if state is not None:
             self._epoch = state["epoch"]
-        listing = list_samples(self, self._epoch, below)
-        if start and state is not None and listing.samples != state["samples"]:
+            start, skip, below = state["k"], state["skip"], state["below"]
+            if state["size"] != self.global_batch_size:
+                start, skip = 0, skip + start * state["size"]
+        listing = list_samples(self, self._epoch, below, skip)
+        if start + skip and state is not None and listing.samples != state["samples"]:
             log.warning(
                 "epoch %d over partition %r of queue %r had %d samples when its state was taken and"
                 " has %d now, so it does not go on exactly",

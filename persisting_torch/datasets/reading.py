@@ -112,16 +112,20 @@ def identity(batch: Any) -> Any:
 class Listing:
     """What a pass without consumption goes over: one rank's batches of an epoch.
 
-    They hold the `samples` samples that were ready, all of them with indexes less than `below`.
+    They hold the `samples` samples that were ready, all of them with indexes less than `below`,
+    but for the first `skip` of the epoch's order, which batches of another size have covered.
     """
 
     epoch: int
     below: int
     samples: int
+    skip: int
     slices: Slices
 
 
-def list_samples(dataset: PersistingDataset, epoch: int, below: int | None = None) -> Listing:
+def list_samples(
+    dataset: PersistingDataset, epoch: int, below: int | None = None, skip: int = 0
+) -> Listing:
     """The samples that are ready now (of those with indexes less than `below`) for an epoch.
 
     Raises PersistingError where no sample of the partition has the named fields.
@@ -139,8 +143,8 @@ def list_samples(dataset: PersistingDataset, epoch: int, below: int | None = Non
         )
     if dataset.shuffle_seed is not None:
         samples = np.random.default_rng((dataset.shuffle_seed, epoch)).permutation(samples)
-    slices = cut(samples, dataset.batch_size, dataset.ranks, pad=dataset.last == "pad")
-    return Listing(epoch, end, len(samples), slices)
+    slices = cut(samples[skip:], dataset.batch_size, dataset.ranks, pad=dataset.last == "pad")
+    return Listing(epoch, end, len(samples), skip, slices)
 
 
 def cut(samples: NDArray[np.int64], batch_size: int, ranks: Ranks, *, pad: bool) -> Slices:

@@ -260,6 +260,11 @@ class Books:
 
     # Answering
 
+    @property
+    def claims_seen(self) -> int:
+        """The number of the newest claim that was read."""
+        return self._seen["claims"]
+
     def is_sealed(self, partition: str) -> bool:
         """Whether no more samples will come to the partition."""
         known = self.partitions.get(partition)

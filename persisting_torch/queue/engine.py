@@ -279,7 +279,7 @@ class Engine:
         self.reads.clear(partition, indexes)
         self.books.follow()
         self.hub.notify()
-        self.tending.maybe_start()
+        self.tending.note_flush()
 
     def seal(self, partition: str | None) -> None:
         """No more samples will come to the partition, or with None to the queue."""
@@ -415,6 +415,7 @@ class Engine:
                 if oldest is not None and now - oldest >= interval:
                     self.writes.flush()
                 turns.append(max(0.005, min(interval / 4, 0.25)))
+            self.tending.tick()
         except (QueueClosed, StaleOwner):
             pass  # those who use the queue are told, too
         except Exception as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,28 +16,56 @@ if TYPE_CHECKING:
     from persisting_torch.queue.engine import Engine
 
 FLUSHES_BETWEEN = 32
+MOST_FLUSHES = 256
+LITTLE_BYTES = 16 << 20
+QUIET_SECONDS = 0.5
 MOST_LEDGER_ROWS = 1000
 STOP_SECONDS = 60.0
 
 
 class Tending:
-    """Starts upkeep after some flushes; one process of all does it at a time."""
+    """Starts upkeep when it is due; one process of all does it at a time.
+
+    Due are `FLUSHES_BETWEEN` flushes of little; where flushes bring much, upkeep that would write
+    it all once more waits until nobody flushes, or until `MOST_FLUSHES`. So are many claims.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._lock = FileLock(engine.place.upkeep_lock)
         self._flushes = 0
+        self._bytes = 0
+        self._claims = 0
+        self._last_flush = 0.0
         self._thread: threading.Thread | None = None
         self._stopping = False
         self.error: Exception | None = None
 
-    def maybe_start(self) -> None:
-        """Count a flush; start upkeep in a thread when it is due and not running."""
+    def note_flush(self, nbytes: int = 0) -> None:
+        """Count a flush, and start upkeep if it is due."""
         self._flushes += 1
-        running = self._thread is not None and self._thread.is_alive()
-        if self._flushes < FLUSHES_BETWEEN or running or self._stopping:
+        self._bytes += nbytes
+        self._last_flush = time.monotonic()
+        if self._flushes >= MOST_FLUSHES or (
+            self._flushes >= FLUSHES_BETWEEN and self._bytes < LITTLE_BYTES
+        ):
+            self._start()
+
+    def tick(self) -> None:
+        """Start upkeep that has waited for a quiet moment, or that many claims call for."""
+        if not self._engine.place.writable:
             return
-        self._flushes = 0
+        quiet = time.monotonic() - self._last_flush >= QUIET_SECONDS
+        claims = self._engine.books.claims_seen - self._claims
+        if (quiet and self._flushes >= FLUSHES_BETWEEN) or claims > MOST_LEDGER_ROWS:
+            self._start()
+
+    def _start(self) -> None:
+        running = self._thread is not None and self._thread.is_alive()
+        if running or self._stopping:
+            return
+        self._flushes = self._bytes = 0
+        self._claims = self._engine.books.claims_seen
         self._thread = threading.Thread(
             target=self._run, name="persisting_torch upkeep", daemon=True
         )

@@ -204,6 +204,7 @@ class Writes:
     def _flush(self) -> None:
         with self._flush_lock:
             with self.intake.lock:
+                nbytes = self.intake.buffer.nbytes
                 chunks = self._flushing = self.intake.buffer.take()
             if not chunks:
                 return
@@ -232,7 +233,7 @@ class Writes:
                         self.intake.buffer.put_back(chunks)
                     self._flushing = []
         self.engine.hub.notify()
-        self.engine.tending.maybe_start()
+        self.engine.tending.note_flush(nbytes)
 
     def _commit(self, chunks: list[Chunk]) -> None:
         engine = self.engine

@@ -50,12 +50,12 @@ while True:
     folders[pid] = order["folder"]
     print(pid, flush=True)
 
-ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 for number, name in ((0, os.devnull), (1, "out"), (2, "err")):
     opened = os.open(os.path.join(order["folder"], name), os.O_RDWR | os.O_CREAT)
     os.dup2(opened, number)
     os.close(opened)
-os.environ.update(order["environment"])
 status = 0
 try:
     module, name = order["function"].split(":")
@@ -138,14 +138,13 @@ def _nursery() -> tuple[subprocess.Popen[str], Path]:
     return process, folder
 
 
-def start(function: str, /, environment: dict[str, str] | None = None, **arguments: Any) -> Child:
+def start(function: str, /, **arguments: Any) -> Child:
     """Run "module:function" with arguments that JSON can carry."""
     process, base = _nursery()
     folder = Path(tempfile.mkdtemp(dir=base))
     order = {
         "folder": str(folder),
         "function": function,
-        "environment": environment or {},
         "arguments": arguments,
     }
     assert process.stdin is not None

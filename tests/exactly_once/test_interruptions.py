@@ -20,6 +20,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "bf16-true": {"trainer": {"precision": "bf16-true"}},
     "manual": {"model": {"manual": True}},
     "manual-accumulate": {"model": {"manual": True, "accumulate": 4}},
+    "shuffled": {"data": {"shuffle_seed": 3}},
     "workers": {"data": {"num_workers": 2}},
 }
 EPOCHS = {"trainer": {"limit_train_batches": 8, "max_epochs": 9}}

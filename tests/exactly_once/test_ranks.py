@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from lightning.pytorch import Trainer
 
-from tests.exactly_once.model import Lineage, fill
+from tests.exactly_once.model import fill
 from tests.exactly_once.stories import Story, assert_same_weights, every, merged
 
 pytestmark = pytest.mark.slow
@@ -136,7 +136,16 @@ def test_a_killed_rank_ends_the_job_and_two_ranks_resume_it(tmp_path: Path) -> N
     assert f"Signal {int(signal.SIGKILL)}" in out
     torchrun(2, [order(story, 2, resume=str(tmp_path / "step=12.ckpt"))])
     story.assert_each_sample_once()
-    assert Lineage.in_file(tmp_path / "end.ckpt").order == list(range(SAMPLES))
+    assert story.end.order == list(range(SAMPLES))
+
+
+def test_ranks_that_get_sigterm_save_and_two_ranks_resume(tmp_path: Path) -> None:
+    story = Story(tmp_path, samples=SAMPLES, trainer={"strategy": "ddp"})
+    torchrun(2, [order(story, 2, on_exception=True, event=["sigterm", 14])])
+    assert not (tmp_path / "end.ckpt").exists()
+    torchrun(2, [order(story, 2, resume=str(tmp_path / "on_exception.ckpt"))])
+    story.assert_each_sample_once()
+    assert story.end.order == list(range(SAMPLES))
 
 
 def test_a_wait_that_reaches_its_limit_is_told_on_all_ranks(tmp_path: Path) -> None:

@@ -64,6 +64,15 @@ def test_a_sealed_queue_that_fills_no_last_batch_ends_as_it_was_told(
     assert story.end.trained == [1] * 236 + repeated
 
 
+def test_an_older_file_is_gone_on_from_with_another_batch_size(tmp_path: Path) -> None:
+    story = Story(tmp_path)
+    story.run(keep=[every(10)])
+    story.run(resume="step=30.ckpt", data={"batch_size": 3})
+    story.assert_as_uninterrupted(same_steps=False)
+    story.run(resume="step=20.ckpt")
+    story.assert_as_uninterrupted()
+
+
 @pytest.mark.parametrize("batch_size", [3, 16])
 def test_a_run_that_resumes_with_another_batch_size_goes_on_with_the_next_sample(
     tmp_path: Path, batch_size: int
@@ -108,6 +117,24 @@ def test_epochs_over_the_same_samples_resume_in_the_middle_of_one(tmp_path: Path
     assert_same_weights(story.end, straight)
     assert straight.order[:SAMPLES] != straight.order[SAMPLES : 2 * SAMPLES]
     assert story.books["once"] == 0
+
+
+def test_an_epoch_over_the_same_samples_goes_on_with_batches_of_another_size(
+    tmp_path: Path,
+) -> None:
+    story = Story(
+        tmp_path,
+        consume=False,
+        model={"epochs": 2},
+        data={"shuffle_seed": 1},
+        trainer={"max_epochs": 2},
+    )
+    story.run(keep=[every(5)], event=["stop", 27])
+    story.run(keep=[every(5)], event=["stop", 8], resume="step=25.ckpt", data={"batch_size": 8})
+    story.run(resume="step=30.ckpt", data={"batch_size": 3})
+    assert [len(step) for step in story.end.steps[24:31]] == [4, 8, 8, 8, 8, 8, 3]
+    assert story.end.order == uninterrupted_like(story).order
+    assert story.end.trained == [2] * SAMPLES
 
 
 def test_weights_saved_alone_are_trained_on_with_what_they_have_not_seen(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def fit(
     """Fit from queue "q" in the folder; at the end, write a checkpoint to `end` there.
 
     `keep` are the arguments of ModelCheckpoints. Exits with FAILED when the event "raise" came, and
-    with SIGTERM's usual status when Lightning ended for that.
+    with 0 but no `end` when Lightning ended for SIGTERM.
     """
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", module="lightning")

@@ -15,11 +15,15 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 from lance import LanceOperation
+from tensordict import TensorDict
 
-from persisting_torch.queue import storage, upkeep
+from persisting_torch import Queue
+from persisting_torch.queue import report, storage, upkeep
 from persisting_torch.queue.locks import FileLock
 from persisting_torch.queue.storage import RowStore
+from persisting_torch.queue.tending import FLUSHES_BETWEEN, MOST_LEDGER_ROWS
 from tests.queue.lance_rows import NO_LOCK, assert_reads, filled, rows
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -293,3 +297,33 @@ def test_killing_the_compaction_at_any_moment_loses_nothing(tmp_path: Path) -> N
     compact_all(store)
     assert_reads(store, live)
     assert store.fragments < 20
+
+
+def test_upkeep_of_large_flushes_waits_for_a_quiet_moment_and_comes(tmp_path: Path) -> None:
+    td = TensorDict({"x": torch.zeros(256, 1024)}, [256])
+    with Queue("q", tmp_path, batch_size=1) as queue:
+        for _ in range(FLUSHES_BETWEEN + 8):
+            queue.sync.put(td)
+        assert queue.engine.rows.fragments >= FLUSHES_BETWEEN
+        deadline = time.monotonic() + 30
+        while queue.engine.rows.fragments > FLUSHES_BETWEEN // 2:
+            assert time.monotonic() < deadline, "no upkeep came"
+            time.sleep(0.1)
+        assert report.verify(queue.engine) == []
+
+
+def test_many_claims_are_folded_though_nobody_flushes(tmp_path: Path) -> None:
+    with Queue("q", tmp_path, batch_size=10_000) as queue:
+        queue.sync.put([{"x": i} for i in range(2 * MOST_LEDGER_ROWS)])
+        queue.sync.flush()
+        for _ in range(MOST_LEDGER_ROWS + 10):
+            queue.sync.get_meta(["x"], 1)
+        deadline = time.monotonic() + 30
+        while True:
+            with queue.engine.ledger.reading() as tx:
+                claims = tx.execute("SELECT count(*) FROM claims").fetchone()[0]
+            if claims < MOST_LEDGER_ROWS:
+                break
+            assert time.monotonic() < deadline, "no fold came"
+            time.sleep(0.1)
+        assert queue.sync.get_meta(["x"], 1).global_indexes == [MOST_LEDGER_ROWS + 10]
