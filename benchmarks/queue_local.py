@@ -124,13 +124,12 @@ class Bench:
     # Reading
 
     def read_batches(self) -> Rows:
-        """get_batch of 256 x 512 int64 and a float32, beside Lance scanners of the same rows."""
+        """get_batch of 256 x 512 int64, beside Lance scanners of the same rows."""
         samples = self.size(50_000, 5_000) // 256 * 256
         with self.queue(batch_size=4096) as queue:
             for start in range(0, samples, 1024):
                 n = min(1024, samples - start)
-                tokens = torch.randint(0, 50_000, (n, 512))
-                queue.sync.put(TensorDict({"tokens": tokens, "reward": torch.rand(n)}, [n]))
+                queue.sync.put(TensorDict({"tokens": torch.randint(0, 50_000, (n, 512))}, [n]))
             queue.sync.flush()
             queue.engine.tending.tend()
             path = queue.engine.rows.path
@@ -140,13 +139,13 @@ class Bench:
                 task = f"t{next(tasks)}"
                 return seconds(
                     lambda: [
-                        queue.sync.get_batch(["tokens", "reward"], 256, task_name=task)["tokens"]
+                        queue.sync.get_batch(["tokens"], 256, task_name=task)["tokens"]
                         for _ in range(samples // 256)
                     ]
                 )
 
             def scan(**options: Any) -> float:
-                scanner = lance.dataset(path).scanner(["tokens", "reward"], **options)
+                scanner = lance.dataset(path).scanner(["tokens"], **options)
 
                 def work() -> None:
                     for batch in scanner.to_batches():

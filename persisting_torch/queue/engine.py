@@ -220,7 +220,8 @@ class Engine:
         """Ready samples that the sampler chose, taken for the task. Size 0 if there are none."""
         self.check_open(writing=True)
         _check_batch_size(batch_size)
-        self.books.follow()
+        if fields is None or not self.books.schema.fields.keys() >= set(fields):
+            self.books.follow()
         names = self.reads.names_of(fields)
         needed = frozenset(names) if fields else frozenset()
         if self.intake.buffer.chunks and (

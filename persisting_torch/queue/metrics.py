@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+NOTHING = nullcontext()
 
 
 class Metrics:
@@ -23,12 +25,12 @@ class Metrics:
             with self._lock:
                 self._counts[name] = self._counts.get(name, 0) + more
 
-    @contextmanager
-    def timed(self, name: str, samples: int = 0) -> Iterator[None]:
+    def timed(self, name: str, samples: int = 0) -> AbstractContextManager[None]:
         """Add a call, its seconds and its samples to the counters of this name, if it succeeds."""
-        if not self.enabled:
-            yield
-            return
+        return self._timed(name, samples) if self.enabled else NOTHING
+
+    @contextmanager
+    def _timed(self, name: str, samples: int) -> Iterator[None]:
         start = time.perf_counter()
         yield
         self.count(f"{name}_calls")

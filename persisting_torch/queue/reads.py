@@ -205,7 +205,8 @@ class Reads:
         `known` samples were just found in the partition, and are not looked up there again.
         """
         with self.ledger.lock:
-            self.books.follow_others()
+            if not known:
+                self.books.follow_others()
             self.late.follow()
             names = self.names_of(fields)
             self._check_names(names)
