@@ -66,6 +66,25 @@ class BlockCache:
                     self._forget(part.key, future)
             return [block.table.slice(start, stop - start) for start, stop in part.runs()]
 
+    def block(self, key: BlockKey) -> Block | None:
+        """A block that is here and has rows left to hand out."""
+        with self._lock:
+            future = self._blocks.get(key)
+            return future.result() if future is not None and future.done() else None
+
+    def hand_out_of(self, block: Block, key: BlockKey, start: int, stop: int) -> pa.Table | None:
+        """Rows start to stop - 1 of a block in place; None if one of them was handed out."""
+        with self._lock:
+            fresh = block.fresh[start:stop]
+            if not fresh.all():
+                return None
+            fresh[:] = False
+            block.left -= stop - start
+            future = self._blocks.get(key)
+            if not block.left and future is not None and future.result() is block:
+                self._forget(key, future)
+        return block.table.slice(start, stop - start)
+
     def copy(self, layout: Layout, part: Part) -> pa.Table:
         """A copy of the rows, in the order asked for."""
         while True:

@@ -59,6 +59,7 @@ class Layout:
 
     def __init__(self, table: FragmentTable, columns: Sequence[str]) -> None:
         self.table = table
+        self.asked = tuple(columns)
         self.columns = tuple(name for name in columns if name in table.field_ids)
         self.schema = pa.schema([table.schema.field(name) for name in self.columns])
         self._cuts: dict[int, tuple[int, int]] = {}

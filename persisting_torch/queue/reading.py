@@ -10,11 +10,12 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
 
-from persisting_torch.queue.blocks import CACHE_BYTES, BlockCache
+from persisting_torch.queue.blocks import CACHE_BYTES, Block, BlockCache
 from persisting_torch.queue.fragments import FragmentTable, Int64s
 from persisting_torch.queue.layout import BLOCK_BYTES, BlockKey, Layout, Part, Run
 
@@ -38,6 +39,18 @@ class UnknownRows(KeyError):
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A block that a run was cut from, of rows `first` to `stop` - 1: the next run may be, too."""
+
+    table: FragmentTable
+    columns: tuple[str, ...]
+    key: BlockKey
+    block: Block
+    first: int
+    stop: int
+
+
 class Reader:
     """Reads rows of one dataset, whichever way is the fastest. Thread safe."""
 
@@ -47,10 +60,14 @@ class Reader:
         self._recent: deque[dict[BlockKey, int]] = deque(maxlen=HISTORY)  # blocks, their bytes
         self._ends: deque[int] = deque(maxlen=HISTORY)  # row ids after the long runs
         self._led: BlockKey | None = None  # the block that was last read ahead from
+        self._opened: Opened | None = None
         self._lock = threading.Lock()
 
     def read(self, table: FragmentTable, rows: Int64s, columns: Sequence[str]) -> pa.Table:
         """The columns of the rows, in the order asked for. Raises UnknownRows."""
+        found = self._read_on(table, rows, tuple(columns))
+        if found is not None:
+            return found
         layout = self._layout(table, tuple(columns))
         if not len(rows):
             return layout.schema.empty_table()
@@ -76,6 +93,21 @@ class Reader:
             raise UnknownRows(table, rows)
         return found
 
+    def _read_on(
+        self, table: FragmentTable, rows: Int64s, columns: tuple[str, ...]
+    ) -> pa.Table | None:
+        """Consecutive rows of the block that the last run was cut from, the short way."""
+        opened = self._opened
+        if opened is None or opened.table is not table or opened.columns != columns:
+            return None
+        first, stop = (int(rows[0]), int(rows[-1]) + 1) if len(rows) else (-1, -1)
+        if first < opened.first or stop > opened.stop or stop - first != len(rows):
+            return None
+        if not (rows[1:] - rows[:-1] == 1).all():
+            return None
+        start = first - opened.first
+        return self._cache.hand_out_of(opened.block, opened.key, start, start + len(rows))
+
     def _layout(self, table: FragmentTable, columns: tuple[str, ...]) -> Layout:
         of, layouts = self._layouts
         if of is not table:
@@ -98,7 +130,20 @@ class Reader:
                 ahead = self._next_blocks(layout, parts[-1])
             else:
                 parts = [layout.run_as_block(run) for run in runs]
-        return self._hand_out(layout, parts, ahead)
+        found = self._hand_out(layout, parts, ahead)
+        self._open(layout, parts, first)
+        return found
+
+    def _open(self, layout: Layout, parts: list[Part], first: int) -> None:
+        """Remember the block of a run that lies in one, if it has rows left."""
+        part = parts[0]
+        block = self._cache.block(part.key) if len(parts) == 1 else None
+        self._opened = None
+        if block is not None and isinstance(part.at, slice):
+            start = first - part.at.start
+            self._opened = Opened(
+                layout.table, layout.asked, part.key, block, start, start + part.key.rows
+            )
 
     def _read_parts(self, layout: Layout, parts: list[Part]) -> pa.Table:
         """Rows in any order: in place where they rise in long runs, else copied together."""
