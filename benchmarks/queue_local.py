@@ -124,15 +124,17 @@ class Bench:
     # Reading
 
     def read_batches(self) -> Rows:
-        """get_batch of 256 x 512 int64, beside Lance scanners of the same rows."""
+        """get_batch of 256 x 512 int64, beside scanners of a plain dataset and of our files."""
         samples = self.size(50_000, 5_000) // 256 * 256
+        tokens = torch.randint(0, 50_000, (samples, 512))
+        plain = self._plain_dataset(tokens)
         with self.queue(batch_size=4096) as queue:
             for start in range(0, samples, 1024):
-                n = min(1024, samples - start)
-                queue.sync.put(TensorDict({"tokens": torch.randint(0, 50_000, (n, 512))}, [n]))
+                part = tokens[start : start + 1024]
+                queue.sync.put(TensorDict({"tokens": part}, [len(part)]))
             queue.sync.flush()
             queue.engine.tending.tend()
-            path = queue.engine.rows.path
+            own = queue.engine.rows.path
             tasks = itertools.count()
 
             def ours() -> float:
@@ -144,31 +146,33 @@ class Bench:
                     ]
                 )
 
-            def scan(**options: Any) -> float:
-                scanner = lance.dataset(path).scanner(["tokens"], **options)
-
-                def work() -> None:
-                    for batch in scanner.to_batches():
-                        torch.from_dlpack(batch["tokens"].flatten()).view(-1, 512)
-
-                return seconds(work)
-
-            names = ["queue get_batch", "lance scanner, batch 256", "the same, little readahead"]
-            times = in_turn(
-                5,
-                ours,
-                lambda: scan(batch_size=256),
-                lambda: scan(batch_size=256, batch_readahead=2, fragment_readahead=1),
-            )
+            little = {"batch_readahead": 2, "fragment_readahead": 1}
+            readers = {
+                "queue get_batch": ours,
+                "scanner of a plain dataset": lambda: _scan(plain),
+                "scanner of a plain dataset, little readahead": lambda: _scan(plain, **little),
+                "scanner of the queue's own files": lambda: _scan(own),
+                "scanner of the queue's own files, little readahead": lambda: _scan(own, **little),
+            }
+            times = in_turn(5, *readers.values())
         return [
             {
-                "reader": name,
+                "reader, batches of 256": name,
                 "samples/s": samples / taken,
                 "MB/s": samples * 4.1e-3 / taken,
                 "queue to this": taken / times[0],
             }
-            for name, taken in zip(names, times, strict=True)
+            for name, taken in zip(readers, times, strict=True)
         ]
+
+    def _plain_dataset(self, tokens: torch.Tensor) -> str:
+        """The same rows as Lance writes them by default."""
+        path = self.path()
+        values = pa.array(tokens.numpy().reshape(-1))
+        lance.write_dataset(
+            pa.table({"tokens": pa.FixedSizeListArray.from_arrays(values, 512)}), path
+        )
+        return path
 
     # Claims and size
 
@@ -240,6 +244,16 @@ class Bench:
         for row in rows:
             row["growth MB since the first tenth"] = row["resident MB"] - rows[0]["resident MB"]
         return rows
+
+
+def _scan(path: str, **options: Any) -> float:
+    scanner = lance.dataset(path).scanner(["tokens"], batch_size=256, **options)
+
+    def work() -> None:
+        for batch in scanner.to_batches():
+            torch.from_dlpack(batch["tokens"].flatten()).view(-1, 512)
+
+    return seconds(work)
 
 
 def _resident() -> float:

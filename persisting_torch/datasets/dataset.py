@@ -22,6 +22,8 @@ from persisting_torch.queue.names import check_name
 from persisting_torch.samplers import BaseSampler, ShuffleSampler
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from persisting_torch.queue import Queue
 
 log = logging.getLogger(__name__)
@@ -56,6 +58,8 @@ class PersistingDataset(IterableDataset[Any]):
         sampler: chooses the samples of each global batch; default is the order of arrival.
         dp_rank, dp_size: the data-parallel rank and the number of ranks; by default they are found
             (see `persisting_torch.datasets.ranks.discover`).
+        device_mesh: a torch DeviceMesh to find them in: its data-parallel dimensions count, so that
+            tensor-parallel peers get identical batches.
         timeout: seconds to wait for a batch (None: 1800; float("inf"): for ever). What is missing
             is said in the log meanwhile, and by the error at the end.
         pad: for ragged fields, the value to pad them with; without it they come as jagged tensors.
@@ -90,6 +94,7 @@ class PersistingDataset(IterableDataset[Any]):
         sampler: BaseSampler | None = None,
         dp_rank: int | None = None,
         dp_size: int | None = None,
+        device_mesh: DeviceMesh | None = None,
         consume: bool = True,
         last: Last = "drop",
         timeout: float | None = None,
@@ -123,8 +128,8 @@ class PersistingDataset(IterableDataset[Any]):
         self._resumed: dict[str, Any] | None = None
         self._newest: weakref.ref[Delivery] | None = None
         self._ranks: Ranks | None = None
-        if dp_rank is not None or dp_size is not None:
-            self._ranks = discover(dp_rank, dp_size)
+        if dp_rank is not None or dp_size is not None or device_mesh is not None:
+            self._ranks = discover(dp_rank, dp_size, device_mesh=device_mesh)
 
     @property
     def ranks(self) -> Ranks:
