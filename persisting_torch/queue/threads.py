@@ -90,8 +90,23 @@ def undisturbed(call: Callable[..., Answer], *arguments: Any) -> Answer:
     """
     if threading.current_thread() is not threading.main_thread():
         return call(*arguments)
+    # A bare lock, since a signal that ends the wait of a Condition, and so of a Future, may leave
+    # it broken.
+    done = threading.Lock()
+    done.acquire()
+    future: Future[Answer] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call(*arguments))
+        except BaseException as error:
+            future.set_exception(error)
+        finally:
+            done.release()
+
     try:
-        future = threads().submit(call, *arguments)
+        threads().submit(run)
     except RuntimeError:  # the interpreter is shutting down
         return call(*arguments)
+    done.acquire()
     return future.result()
