@@ -595,6 +595,6 @@ def test_a_queue_behaves_as_a_simple_model_in_memory_does():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(900)
 def test_a_queue_behaves_as_a_simple_model_in_memory_does_at_length():
-    run(examples=300, steps=80)
+    run(examples=80, steps=60)
