@@ -81,7 +81,8 @@ class BlockCache:
             fresh[:] = False
             block.left -= stop - start
             future = self._blocks.get(key)
-            if not block.left and future is not None and future.result() is block:
+            # A block that was forgotten may be on its way anew, and needs the lock to arrive.
+            if not block.left and future and future.done() and future.result() is block:
                 self._forget(key, future)
         return block.table.slice(start, stop - start)
 
