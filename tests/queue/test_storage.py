@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import torch
 from lance.fragment import LanceFragment, RowIdSequence
 
 from persisting_torch.queue import reading
-from persisting_torch.queue.blocks import BlockCache
+from persisting_torch.queue.blocks import Block, BlockCache
 from persisting_torch.queue.layout import BlockKey, Layout
 from persisting_torch.queue.storage import FRAGMENT_BYTES, RowStore
 from tests.queue.lance_rows import COLUMNS, assert_reads, filled, rows
@@ -355,3 +356,20 @@ def test_the_cache_stays_within_its_bytes(tmp_path: Path, monkeypatch: pytest.Mo
     cache = store._reader._cache
     assert sum(cache._sizes.values()) <= 20 << 20
     assert set(cache._sizes) <= set(cache._blocks)
+
+
+def test_a_block_on_its_way_anew_does_not_hold_up_who_ends_its_predecessor(tmp_path: Path) -> None:
+    cache = BlockCache(str(tmp_path))
+    key = BlockKey(("a",), ("x",), 0, 4)
+    old = Block(pa.table({"x": [0, 1, 2, 3]}))
+    cache._blocks[key] = Future()  # not here yet: it was forgotten and is being read again
+    found: list[pa.Table | None] = []
+    reader = threading.Thread(
+        target=lambda: found.append(cache.hand_out_of(old, key, 0, 4)), daemon=True
+    )
+    reader.start()
+    reader.join(10)
+    assert not reader.is_alive()
+    assert found[0] is not None
+    assert found[0]["x"].to_pylist() == [0, 1, 2, 3]
+    assert key in cache._blocks
