@@ -300,12 +300,6 @@ class Engine:
             self.books.refresh(tx)
         self.hub.notify()
 
-    def is_sealed(self, partition: str) -> bool:
-        """Whether no more samples will come to the partition."""
-        with self.ledger.reading() as tx:
-            self.books.refresh(tx)
-            return self.books.is_sealed(partition)
-
     # Global batches
 
     def await_assignment(
