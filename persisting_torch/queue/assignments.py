@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from pyroaring import BitMap64
 
 from persisting_torch.errors import PersistingError
 from persisting_torch.queue.books import Books
-from persisting_torch.queue.claims import Sampler, replace_taken, take
+from persisting_torch.queue.claims import replace_taken, take
 from persisting_torch.queue.ledger import Ledger
+from persisting_torch.queue.look import Look, Sampler, deal
+from persisting_torch.queue.reads import Reads
 from persisting_torch.queue.ready import ReadyIndexes
 from persisting_torch.queue.sets import pack_list, unpack_list
 
@@ -43,6 +45,7 @@ class Order:
     dp_size: int
     last: Last = "drop"
     sampler: Sampler | None = None
+    sampling: dict[str, Any] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -61,9 +64,10 @@ class End:
 class Assignments:
     """The global batches of one bucket's tasks, and how far each task has used them."""
 
-    def __init__(self, ledger: Ledger, books: Books) -> None:
+    def __init__(self, ledger: Ledger, books: Books, reads: Reads) -> None:
         self.ledger = ledger
         self.books = books
+        self.reads = reads
 
     def assignment(self, order: Order, k: int) -> Assignment | type[End] | None:
         """Global batch k: the one decided before, else a new one, None if not enough is ready.
@@ -117,36 +121,48 @@ class Assignments:
     def _decide(
         self, tx: sqlite3.Connection, task: int, order: Order, k: int, left: BitMap64
     ) -> Assignment | type[End] | None:
-        chosen = self._choose(order, k, left, order.size)
-        sizes, padding = [order.batch_size] * order.dp_size, [0] * order.dp_size
-        if len(chosen) < order.size:
-            if not self.books.is_sealed(order.partition) or self._may_become_ready(order, left):
-                return None
-            if order.last == "drop":
-                return End
-            chosen = self._choose_rest(order, k, left)
-            if len(chosen) < (order.dp_size if order.last == "split" else 1):
-                return End
-            if order.last == "split":
-                each, more = divmod(len(chosen), order.dp_size)
-                sizes = [each + (rank < more) for rank in range(order.dp_size)]
-            else:
-                chosen, padding = _pad(chosen, order)
-        tx.execute(
-            "INSERT INTO assignments VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-            (
-                task,
-                k,
-                order.batch_size,
-                json.dumps(sizes),
-                json.dumps(padding),
-                *pack_list(chosen),
-            ),
-        )
-        taken = BitMap64(chosen)
+        look = Look(tx, self.books, self.reads, order.task, order.partition)
+        answer = self._cut_batch(order, k, left, look)
+        taken = look.enter(tx, task)
+        if isinstance(answer, Assignment):
+            chosen = [index for part in answer.slices for index in part]
+            tx.execute(
+                "INSERT INTO assignments VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                (
+                    task,
+                    k,
+                    order.batch_size,
+                    json.dumps([len(part) for part in answer.slices]),
+                    json.dumps(answer.padding),
+                    *pack_list(chosen),
+                ),
+            )
+            taken |= BitMap64(chosen)
         take(tx, task, taken)
         left -= taken
-        return _cut(k, chosen, sizes, padding)
+        return answer
+
+    def _cut_batch(
+        self, order: Order, k: int, left: BitMap64, look: Look
+    ) -> Assignment | type[End] | None:
+        """Global batch k of what is left, the rest of a sealed partition included."""
+        slices = self._deal(order, k, left, look)
+        if slices:
+            return Assignment(k, tuple(map(tuple, slices)), (0,) * order.dp_size)
+        left = left - BitMap64().union(*look.dropped.values())
+        if not self.books.is_sealed(order.partition) or self._may_become_ready(order, left):
+            return None
+        if order.last == "drop":
+            return End
+        chosen = self._choose_rest(order, k, left, look)
+        if len(chosen) < (order.dp_size if order.last == "split" else 1):
+            return End
+        if order.last == "split":
+            each, more = divmod(len(chosen), order.dp_size)
+            sizes = [each + (rank < more) for rank in range(order.dp_size)]
+            return _cut(k, chosen, sizes, [0] * order.dp_size)
+        chosen, padding = _pad(chosen, order)
+        return _cut(k, chosen, [order.batch_size] * order.dp_size, padding)
 
     def _may_become_ready(self, order: Order, left: BitMap64) -> bool:
         """Whether samples that are there may still get fields that the order asks for.
@@ -161,37 +177,45 @@ class Assignments:
         lacking = len(untaken.available) - len(view.available)
         return lacking > 0 and (order.last != "drop" or len(left) + lacking >= order.size)
 
-    def _choose(self, order: Order, k: int, left: BitMap64, size: int) -> list[int]:
-        ready = ReadyIndexes(left)
-        if not size or len(left) < size:
-            return []
-        if order.sampler is None:
-            return ready.first(size)
-        order.sampler.clear_cache(order.partition)
-        sampled, _ = order.sampler.sample(
+    def _deal(self, order: Order, k: int, left: BitMap64, look: Look) -> list[list[int]]:
+        """The slices of a batch as the sampler deals them; [] if there are not enough samples."""
+        ready, sampler = ReadyIndexes(left), order.sampler
+        if sampler is None:
+            chosen = ready.first(order.size) if len(left) >= order.size else []
+            return _in_parts(chosen, order.dp_size)
+        sampler.clear_cache(order.partition)
+        slices = deal(
+            sampler,
             ready,
-            size,
+            order.batch_size,
+            order.dp_size,
+            look,
             task_name=order.task,
             partition_id=order.partition,
-            dp_rank=0,
             batch_index=k,
+            **order.sampling,
         )
+        self._check(sampler, slices, left)
+        return slices
+
+    def _check(self, sampler: Sampler, slices: list[list[int]], left: BitMap64) -> None:
+        sampled = [index for part in slices for index in part]
         stray = BitMap64(sampled) - left
         if stray or len(set(sampled)) != len(sampled):
             raise PersistingError(
-                f"the sampler {type(order.sampler).__name__} returned indexes that are not ready"
-                f" or came twice: {list(stray)[:10] or list(sampled)[:10]}. It may only return what"
+                f"the sampler {type(sampler).__name__} returned indexes that are not ready"
+                f" or came twice: {list(stray)[:10] or sampled[:10]}. It may only return what"
                 " it finds in ready_indexes, each once."
             )
-        return list(sampled)
 
-    def _choose_rest(self, order: Order, k: int, left: BitMap64) -> list[int]:
+    def _choose_rest(self, order: Order, k: int, left: BitMap64, look: Look) -> list[int]:
         """As many as the sampler gives of what is left, which is no whole batch; whole groups."""
         step = getattr(order.sampler, "n_samples_per_prompt", 1)
         for size in range(min(len(left), order.size) // step * step, 0, -step):
-            chosen = self._choose(order, k, left, size)
-            if chosen:
-                return chosen
+            whole = replace(order, batch_size=size, dp_size=1)
+            slices = self._deal(whole, k, left, look)
+            if slices:
+                return slices[0]
         return []
 
     def recut(self, order: Order, k: int) -> None:
@@ -255,6 +279,12 @@ class Assignments:
             ]
             found.append((k, [index for part in own for index in part]))
         return found
+
+
+def _in_parts(chosen: list[int], parts: int) -> list[list[int]]:
+    """Consecutive parts of equal length; [] of nothing."""
+    each = len(chosen) // parts
+    return [chosen[start : start + each] for start in range(0, len(chosen), each)] if each else []
 
 
 def _cut(k: int, indexes: list[int], sizes: list[int], padding: list[int]) -> Assignment:

@@ -23,7 +23,16 @@ from persisting_torch.queue.runs import Int64s, Runs
 from persisting_torch.queue.sets import set_of, unpack_set
 
 VIEWS_KEPT = 64
-TABLES_WITH_NEWS = ("fields", "runs", "arrivals", "late", "cleared", "claims", "consumed")
+TABLES_WITH_NEWS = (
+    "fields",
+    "runs",
+    "arrivals",
+    "late",
+    "cleared",
+    "dropped",
+    "claims",
+    "consumed",
+)
 
 PULSE = """SELECT
     (SELECT value FROM meta WHERE key = 'sealed'),
@@ -35,6 +44,7 @@ PULSE = """SELECT
     (SELECT seq FROM sqlite_sequence WHERE name = 'late'),
     (SELECT seq FROM sqlite_sequence WHERE name = 'cleared'),
     (SELECT value FROM meta WHERE key = 'tasks'),
+    (SELECT seq FROM sqlite_sequence WHERE name = 'dropped'),
     (SELECT seq FROM sqlite_sequence WHERE name = 'claims'),
     (SELECT max(seq) FROM consumed)"""
 """One look that tells which tables have news."""
@@ -66,6 +76,15 @@ class Task:
     epoch: int = 0
     cursor: int = 0
     taken: BitMap64 = field(default_factory=BitMap64)
+    dropped: dict[str, BitMap64] = field(default_factory=dict)
+
+    def drop(self, reason: str, members: BitMap64) -> None:
+        self.dropped[reason] = self.dropped.get(reason, BitMap64()) | members
+
+    @property
+    def let_go(self) -> int:
+        """How many samples the task dropped, for whatever reason."""
+        return len(BitMap64().union(*self.dropped.values()))
 
 
 @dataclass
@@ -155,6 +174,7 @@ class Books:
             self._read_late,
             self._read_cleared,
             self._read_tasks,
+            self._read_dropped,
             self._read_claims,
             self._read_folds,
         )
@@ -227,9 +247,21 @@ class Books:
                 folded = tx.execute("SELECT members FROM consumed WHERE task = ?", (number,))
                 for (members,) in folded:
                     task.taken |= BitMap64.deserialize(members)
+                self._read_dropped_by(tx, task)
                 for key in [key for key in self._views if key[:2] == (name, where)]:
                     del self._views[key]
             task.cursor = cursor
+
+    def _read_dropped(self, tx: sqlite3.Connection) -> None:
+        columns = "task, reason, first, count, members"
+        for _, number, reason, *packed in self._news(tx, "dropped", columns):
+            self._tasks_by_id[number].drop(reason, unpack_set(*packed))
+
+    def _read_dropped_by(self, tx: sqlite3.Connection, task: Task) -> None:
+        for reason, *packed in tx.execute(
+            "SELECT reason, first, count, members FROM dropped WHERE task = ?", (task.id,)
+        ):
+            task.drop(reason, unpack_set(*packed))
 
     def _read_claims(self, tx: sqlite3.Connection) -> None:
         for _, number, *packed in self._news(tx, "claims", "task, first, count, members"):

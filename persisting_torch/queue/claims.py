@@ -4,33 +4,39 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from pyroaring import BitMap64
 
 from persisting_torch.errors import PersistingError
 from persisting_torch.queue.books import Books, Task, View
 from persisting_torch.queue.ledger import Ledger
+from persisting_torch.queue.look import Look, Sampler
+from persisting_torch.queue.reads import Reads
 from persisting_torch.queue.ready import ReadyIndexes
 from persisting_torch.queue.sets import pack_list, pack_set, set_of, unpack_list
 
-
-class Sampler(Protocol):
-    """What the engine needs of a sampler; persisting_torch.samplers.BaseSampler has it."""
-
-    def sample(
-        self, ready_indexes: Sequence[int], batch_size: int, *args: Any, **kwargs: Any
-    ) -> tuple[list[int], list[int]]: ...
-
-    def clear_cache(self, partition_id: str) -> None: ...
+TABLES_OF_A_TASK = (
+    "claims",
+    "consumed",
+    "assignments",
+    "past",
+    "ends",
+    "rank_batches",
+    "dropped",
+    "notes",
+    "leased",
+    "checkpoints",
+)
 
 
 class Claims:
     """Consumption of one bucket's samples by its tasks."""
 
-    def __init__(self, ledger: Ledger, books: Books) -> None:
+    def __init__(self, ledger: Ledger, books: Books, reads: Reads) -> None:
         self.ledger = ledger
         self.books = books
+        self.reads = reads
         self._epochs: dict[tuple[str, str, int], int] = {}
 
     def available(self, task: str, partition: str, fields: frozenset[str]) -> int:
@@ -64,18 +70,21 @@ class Claims:
                 if known is not None:
                     return known
                 view = self.books.view(task, partition, fields)
-                sampled, consumed = self._sample(view, batch_size, sampler, sampling)
-                if not sampled and not consumed:
+                look = Look(tx, self.books, self.reads, task, partition)
+                sampled, consumed = self._sample(view, batch_size, sampler, sampling, look)
+                if not sampled and not consumed and not look.changes:
                     return []
                 number = self.books.task_id(tx, task, partition)
-                taken = set_of(consumed)
+                dropped = look.enter(tx, number)
+                taken = set_of(consumed) | dropped
                 seq = take(tx, number, taken)
                 if place is not None:
                     tx.execute(
                         "INSERT INTO rank_batches VALUES (?, ?, ?, ?, ?, ?)",
                         (number, *place, *pack_list(sampled)),
                     )
-            self.books.note_claim(task, partition, taken, seq)
+            if not dropped:
+                self.books.note_claim(task, partition, taken, seq)
             return sampled
 
     def _remembered(
@@ -96,13 +105,20 @@ class Claims:
         return None if found is None else unpack_list(*found)
 
     def _sample(
-        self, view: View, batch_size: int, sampler: Sampler | None, sampling: dict[str, Any]
+        self,
+        view: View,
+        batch_size: int,
+        sampler: Sampler | None,
+        sampling: dict[str, Any],
+        look: Look,
     ) -> tuple[Sequence[int], Sequence[int]]:
         ready = ReadyIndexes(view.available)
         if sampler is None:
             first = _as_range(ready.first(batch_size))
             return first, first
         self._forget_what_was_reset(view, sampler)
+        if getattr(sampler, "looks", False):
+            sampling = {**sampling, "look": look}
         sampled, consumed = sampler.sample(
             ready, batch_size, task_name=view.task, partition_id=view.partition, **sampling
         )
@@ -114,6 +130,7 @@ class Claims:
                 f" {self.books.ledger.place.queue}/{view.partition} does not hold: {stray[:10]}."
                 " It may only return what it finds in ready_indexes."
             )
+        look.drop(list((set_of(consumed) - set_of(sampled)) & view.available), "sampler")
         return sampled, consumed
 
     def _forget_what_was_reset(self, view: View, sampler: Sampler) -> None:
@@ -149,7 +166,7 @@ class Claims:
             known = self.books.tasks.get((task, partition))
             if known is None:
                 return
-            for table in ("claims", "consumed", "assignments", "ends", "rank_batches"):
+            for table in TABLES_OF_A_TASK:
                 tx.execute(f"DELETE FROM {table} WHERE task = ?", (known.id,))
             tx.execute("UPDATE tasks SET epoch = epoch + 1, cursor = 0 WHERE id = ?", (known.id,))
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from persisting_torch.errors import WaitTimeout
 from persisting_torch.queue.assignments import Assignment, End, Last, Order
-from persisting_torch.queue.claims import Sampler
+from persisting_torch.queue.look import Sampler
 from persisting_torch.queue.producers import check_producers
 from persisting_torch.queue.waiting import News
 
@@ -37,6 +38,7 @@ class Demand:
     dp_size: int
     last: Last
     sampler: Sampler | None
+    sampling: dict[str, Any] = field(default_factory=dict)
     _check_due: float = 0.0
     _began: float = 0.0
     _patience: float = FIRST_NOTICE_SECONDS
@@ -75,6 +77,7 @@ class Demand:
             self.dp_size,
             self.last,
             self.sampler,
+            self.sampling,
         )
 
     def _wait_for_news(
@@ -85,8 +88,10 @@ class Demand:
         limit: float,
         stop: threading.Event | None,
     ) -> bool:
+        patience = getattr(self.sampler, "recheck_seconds", None)
+        again = math.inf if patience is None else time.monotonic() + patience
         while True:
-            fresh = news.wait(min(deadline, self._check_due), stop)
+            fresh = news.wait(min(deadline, self._check_due, again), stop)
             now = time.monotonic()
             if stop is not None and stop.is_set():
                 return False
@@ -99,7 +104,7 @@ class Demand:
                     log.warning("still waiting: %s", self._what_is_missing(order, self._patience))
                     self._patience *= 2
             self.engine.check_open()
-            if fresh:
+            if fresh or now >= again:
                 return True
 
     def _what_is_missing(self, order: Order, waited: float) -> str:
@@ -120,6 +125,12 @@ class Demand:
         return (
             f"waited {waited:g} s for {order.size} samples of"
             f" {engine.place.queue}/{order.partition}{asked} for task {order.task!r}; {ready} ready"
-            f"{lacks}; {since}. Start or check the producers, seal the partition if no more will"
-            " come, or raise timeout."
+            f"{lacks}{self._what_the_sampler_misses()}; {since}."
+            " Start or check the producers, seal the partition if no more will come, or raise"
+            " timeout."
         )
+
+    def _what_the_sampler_misses(self) -> str:
+        tell = getattr(self.sampler, "what_is_missing", None)
+        told = tell() if tell is not None else ""
+        return f"; {told}" if told else ""

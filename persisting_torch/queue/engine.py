@@ -27,7 +27,7 @@ from persisting_torch.errors import (
 from persisting_torch.queue import lifecycle
 from persisting_torch.queue.assignments import Assignment, Assignments, Last
 from persisting_torch.queue.books import Books
-from persisting_torch.queue.claims import Claims, Sampler
+from persisting_torch.queue.claims import Claims
 from persisting_torch.queue.commit import Committer
 from persisting_torch.queue.demand import LONGEST_WAIT_SECONDS, Demand
 from persisting_torch.queue.intake import Intake
@@ -35,6 +35,7 @@ from persisting_torch.queue.late import LateFields
 from persisting_torch.queue.lease import RENEW_SECONDS, end_lease, renew_lease, take_lease
 from persisting_torch.queue.ledger import Ledger
 from persisting_torch.queue.locks import FileLock
+from persisting_torch.queue.look import Sampler
 from persisting_torch.queue.meta import BatchMeta
 from persisting_torch.queue.metrics import Metrics
 from persisting_torch.queue.names import check_name
@@ -81,8 +82,6 @@ class Engine:
         self.books = Books(self.ledger)
         self.rows = RowStore(place.data, fsync=fsync)
         self.late = LateFields(RowStore(place.late, fsync=fsync), self.books)
-        self.claims = Claims(self.ledger, self.books)
-        self.assignments = Assignments(self.ledger, self.books)
         self.intake = Intake(
             self.ledger,
             self.books,
@@ -97,6 +96,8 @@ class Engine:
         self.reads = Reads(
             self.ledger, self.books, self.rows, self.late, zerocopy_mode, allow_pickle
         )
+        self.claims = Claims(self.ledger, self.books, self.reads)
+        self.assignments = Assignments(self.ledger, self.books, self.reads)
         self.tending = Tending(self)
         self.writes = Writes(self)
         self._error: BaseException | None = None
@@ -315,6 +316,7 @@ class Engine:
         last: Last = "drop",
         timeout: float | None = None,
         stop: threading.Event | None = None,
+        sampling: dict[str, Any] | None = None,
     ) -> Assignment | None:
         """Global batch k of a task, formed once and answered identically ever after.
 
@@ -325,7 +327,9 @@ class Engine:
         self.check_open(writing=True)
         _check_batch_size(batch_size)
         check_name(task, "task_name")
-        demand = Demand(self, task, partition, fields, batch_size, dp_size, last, sampler)
+        demand = Demand(
+            self, task, partition, fields, batch_size, dp_size, last, sampler, sampling or {}
+        )
         return demand.wait(k, LONGEST_WAIT_SECONDS if timeout is None else timeout, stop)
 
     def recut(
@@ -353,7 +357,8 @@ class Engine:
     def books_of(self, task: str, partition: str) -> dict[str, int]:
         """How often each sample of the partition is in a committed global batch of the task.
 
-        Counts of samples, cleared ones included: "put", "once", "twice" (or more), "never".
+        Counts of samples, cleared ones included: "put", "once", "twice" (or more), "never",
+        and "dropped": let go untrained, by a sampler that says why in `stats()`.
         """
         self.check_open()
         cursor = self.assignments.cursor(task, partition)
@@ -367,12 +372,15 @@ class Engine:
             self.books.refresh(tx)
             known = self.books.partitions.get(partition)
             put = 0 if known is None else len(known.arrived)
+            consumer = self.books.tasks.get((task, partition))
+            dropped = 0 if consumer is None else consumer.let_go
         counts = np.unique(np.array(trained, dtype=np.int64), return_counts=True)[1]
         return {
             "put": put,
             "once": int((counts == 1).sum()),
             "twice": int((counts > 1).sum()),
-            "never": put - len(counts),
+            "never": put - len(counts) - dropped,
+            "dropped": dropped,
         }
 
     # Producers

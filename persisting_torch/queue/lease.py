@@ -2,33 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import socket
 import sqlite3
 import time
-from pathlib import Path
 
 from persisting_torch.errors import BucketUnavailable, StaleOwner
+from persisting_torch.queue.host import boot, host
 from persisting_torch.queue.ledger import Ledger
 
 LEASE_SECONDS = 30.0
 RENEW_SECONDS = 10.0
-
-
-@functools.cache
-def host() -> str:
-    """This machine's name and id, the same after it has booted again."""
-    machine_id = Path("/etc/machine-id")
-    number = machine_id.read_text().strip() if machine_id.exists() else ""
-    return f"{socket.gethostname()}/{number}"
-
-
-@functools.cache
-def boot() -> str:
-    """This run of this machine's kernel."""
-    boot_id = Path("/proc/sys/kernel/random/boot_id")
-    return boot_id.read_text().strip() if boot_id.exists() else ""
 
 
 def take_lease(ledger: Ledger, handle: int) -> float:

@@ -11,6 +11,7 @@ import shutil
 import sqlite3
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from urllib.parse import quote
@@ -22,12 +23,29 @@ from persisting_torch.errors import (
     StaleOwner,
     WaitTimeout,
 )
-from persisting_torch.queue.place import Place
+from persisting_torch.queue.host import boot, born
+from persisting_torch.queue.place import FORMAT, Place, raise_format
 
-LEDGER_FORMAT = 1
+LEDGER_FORMAT = 2
 BUSY_SECONDS = 60.0
 
-TABLES = """
+SINCE_FORMAT_2 = """CREATE TABLE dropped (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT, task INTEGER NOT NULL, reason TEXT NOT NULL,
+    first INTEGER NOT NULL, count INTEGER NOT NULL, members BLOB);
+CREATE TABLE notes (
+    task INTEGER NOT NULL, key TEXT NOT NULL, value TEXT NOT NULL,
+    PRIMARY KEY (task, key)) WITHOUT ROWID;
+CREATE TABLE leased (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT, task INTEGER NOT NULL, producer TEXT NOT NULL,
+    first INTEGER NOT NULL, count INTEGER NOT NULL, members BLOB);
+CREATE TABLE checkpoints (
+    task INTEGER NOT NULL, path TEXT NOT NULL, k INTEGER NOT NULL,
+    PRIMARY KEY (task, path)) WITHOUT ROWID;
+CREATE TABLE past (task INTEGER PRIMARY KEY, k INTEGER NOT NULL, members BLOB NOT NULL);
+CREATE TABLE clock (first_row INTEGER PRIMARY KEY, at REAL NOT NULL);
+"""
+
+TABLES = f"""
 CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE partitions (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, sealed REAL);
 CREATE TABLE fields (
@@ -77,10 +95,12 @@ CREATE TABLE leases (
     PRIMARY KEY (host, boot, pid, handle)) WITHOUT ROWID;
 CREATE TABLE producers (
     name TEXT PRIMARY KEY, host TEXT NOT NULL, pid INTEGER NOT NULL, started REAL NOT NULL,
-    born TEXT NOT NULL, beat REAL NOT NULL, state TEXT NOT NULL, cause TEXT) WITHOUT ROWID;
+    born TEXT NOT NULL, beat REAL NOT NULL, state TEXT NOT NULL, cause TEXT,
+    essential INTEGER NOT NULL DEFAULT 0) WITHOUT ROWID;
 CREATE TABLE pending (store TEXT PRIMARY KEY, first_row INTEGER NOT NULL, count INTEGER NOT NULL,
     note TEXT NOT NULL) WITHOUT ROWID;
-INSERT INTO meta VALUES ('format', 1), ('next_index', 0), ('partitions', 0), ('tasks', 0);
+{SINCE_FORMAT_2}
+INSERT INTO meta VALUES ('format', 2), ('next_index', 0), ('partitions', 0), ('tasks', 0);
 CREATE TRIGGER partition_made AFTER INSERT ON partitions BEGIN
     UPDATE meta SET value = value + 1 WHERE key = 'partitions'; END;
 CREATE TRIGGER partition_changed AFTER UPDATE ON partitions BEGIN
@@ -90,6 +110,17 @@ CREATE TRIGGER task_made AFTER INSERT ON tasks BEGIN
 CREATE TRIGGER task_changed AFTER UPDATE ON tasks BEGIN
     UPDATE meta SET value = value + 1 WHERE key = 'tasks'; END;
 """
+
+FROM_1_TO_2 = f"""
+ALTER TABLE producers ADD COLUMN essential INTEGER NOT NULL DEFAULT 0;
+{SINCE_FORMAT_2}UPDATE meta SET value = 2 WHERE key = 'format';
+"""
+
+# For reading only. (AUTOINCREMENT would put a sqlite_sequence of its own before the ledger's.)
+AS_FORMAT_2 = (
+    SINCE_FORMAT_2.replace("CREATE TABLE", "CREATE TEMP TABLE").replace(" AUTOINCREMENT", "")
+    + "CREATE TEMP VIEW producers AS SELECT *, 0 AS essential FROM main.producers;"
+)
 
 
 class Ledger:
@@ -154,9 +185,13 @@ class Ledger:
             if os.path.exists(self.place.data):
                 raise self._damage("it is empty, though there are rows")
             connection.executescript(f"BEGIN IMMEDIATE;{TABLES}COMMIT;")
-        self._check_format(connection)
+        if self._check_format(connection) < LEDGER_FORMAT:
+            refuse_older_releases(connection, self.place)
+            connection.executescript(f"BEGIN IMMEDIATE;{FROM_1_TO_2}COMMIT;")
+        if self.place.format < FORMAT:
+            raise_format(self.place)
 
-    def _check_format(self, connection: sqlite3.Connection) -> None:
+    def _check_format(self, connection: sqlite3.Connection) -> int:
         found = connection.execute("SELECT value FROM meta WHERE key = 'format'").fetchone()
         if found is None:
             raise self._damage("it does not say its format")
@@ -166,6 +201,7 @@ class Ledger:
                 f" this version of persisting_torch reads up to format {LEDGER_FORMAT}."
                 " Upgrade persisting_torch."
             )
+        return int(found[0])
 
     def _connect_to_read(self) -> sqlite3.Connection:
         """The ledger of a queue that this process may not write.
@@ -186,8 +222,7 @@ class Ledger:
                 check_same_thread=False,
             )
             try:
-                self._check_format(live)
-                return live
+                return self._as_of_now(live)
             except sqlite3.OperationalError:
                 live.close()
             self._copy = tempfile.TemporaryDirectory(prefix="persisting_torch-")
@@ -199,7 +234,12 @@ class Ledger:
         connection = sqlite3.connect(
             f"{self._copy.name}/ledger.sqlite", isolation_level=None, check_same_thread=False
         )
-        self._check_format(connection)
+        return self._as_of_now(connection)
+
+    def _as_of_now(self, connection: sqlite3.Connection) -> sqlite3.Connection:
+        """A connection that may not write, on which an older ledger looks like a new one."""
+        if self._check_format(connection) < LEDGER_FORMAT:
+            connection.executescript(AS_FORMAT_2)
         return connection
 
     def check_open(self) -> None:
@@ -314,4 +354,20 @@ class Ledger:
         with self.transaction() as tx:
             tx.execute(
                 "UPDATE meta SET value = ? WHERE key = 'next_index' AND value = ?", (first, end)
+            )
+
+
+def refuse_older_releases(connection: sqlite3.Connection, place: Place) -> None:
+    """Raise FormatError if a live process has a queue of an older format open.
+
+    That process runs an older release, which would not understand the new format.
+    """
+    for pid, boot_id, name in connection.execute(
+        "SELECT pid, boot, name FROM leases WHERE expires >= ?", (time.time(),)
+    ):
+        if boot_id != boot() or born(pid):
+            raise FormatError(
+                f"queue {place.queue!r} at {place.root} has an older format, and process {pid} on"
+                f" {name} has it open with the release that wrote it. Close it there; the next"
+                " opening converts it."
             )

@@ -9,12 +9,13 @@ import time
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from persisting_torch.errors import FormatError, PersistingError
 from persisting_torch.queue.locks import FileLock
 from persisting_torch.queue.names import directory_name
 
-FORMAT = 1
+FORMAT = 2
 MARK = "queue.json"
 
 NETWORK_FILE_SYSTEMS = re.compile(
@@ -32,6 +33,7 @@ class Place:
     bucket: str
     writable: bool
     network: bool
+    format: int = FORMAT
 
     @property
     def data(self) -> str:
@@ -69,7 +71,7 @@ def open_place(queue: str, storage_path: str | os.PathLike[str], *, bucket: int 
     try:
         if not root.exists():
             _make(root, queue)
-        _check(root, queue)
+        version = _check(root, queue)
         folder = root / f"bucket-{bucket}"
         if os.access(root, os.W_OK | os.X_OK):
             folder.mkdir(exist_ok=True)
@@ -99,7 +101,16 @@ def open_place(queue: str, storage_path: str | os.PathLike[str], *, bucket: int 
         bucket=str(folder),
         writable=os.access(folder, os.W_OK | os.X_OK) and _ledger_writable(folder),
         network=bool(NETWORK_FILE_SYSTEMS.fullmatch(file_system(str(folder)))),
+        format=version,
     )
+
+
+def raise_format(place: Place) -> None:
+    """Say in a queue's mark that its folder has this release's format by now."""
+    mark = Path(place.root) / MARK
+    described = json.loads(mark.read_text())
+    if described["format"] < FORMAT:
+        _write_mark(mark, {**described, "format": FORMAT})
 
 
 def find_queues(storage_path: str | os.PathLike[str]) -> list[str]:
@@ -140,14 +151,17 @@ def _make(root: Path, queue: str) -> None:
     with closing(FileLock(str(root / ".make.lock"))) as lock, lock:
         mark = root / MARK
         if not mark.exists():
-            draft = root / f".{MARK}"
-            draft.write_text(
-                json.dumps({"format": FORMAT, "name": queue, "created": time.time()}) + "\n"
-            )
-            draft.replace(mark)
+            _write_mark(mark, {"format": FORMAT, "name": queue, "created": time.time()})
 
 
-def _check(root: Path, queue: str) -> None:
+def _write_mark(mark: Path, described: dict[str, Any]) -> None:
+    draft = mark.with_name(f".{MARK}")
+    draft.write_text(json.dumps(described) + "\n")
+    draft.replace(mark)
+
+
+def _check(root: Path, queue: str) -> int:
+    """The format of the queue in this folder."""
     if not root.is_dir():
         raise FormatError(
             f"queue {queue!r} cannot be opened: {root} is a file, not a folder."
@@ -157,7 +171,7 @@ def _check(root: Path, queue: str) -> None:
     if not mark.exists():
         if (root / ".make.lock").exists() or not any(root.iterdir()):
             _make(root, queue)
-            return
+            return FORMAT
         raise FormatError(
             f"queue {queue!r} cannot be opened: {root} is a folder that holds other things and"
             f" no {MARK}, so it is no queue. Choose another name or storage_path."
@@ -177,6 +191,7 @@ def _check(root: Path, queue: str) -> None:
         )
     if name != queue:
         raise FormatError(f"the folder {root} of queue {queue!r} says it is queue {name!r}.")
+    return version
 
 
 def _ledger_writable(folder: Path) -> bool:

@@ -6,10 +6,9 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from persisting_torch.errors import ProducerFailed
-from persisting_torch.queue.lease import boot
+from persisting_torch.queue.host import boot, born
 from persisting_torch.queue.ledger import Ledger
 
 SILENT_SECONDS = 10.0
@@ -20,8 +19,8 @@ def producing(ledger: Ledger, name: str) -> Iterator[None]:
     """Registers a producer; an exception in the block is recorded as its failure, and raised."""
     with ledger.transaction() as tx:
         tx.execute(
-            "INSERT OR REPLACE INTO producers VALUES (?, ?, ?, ?, ?, ?, 'alive', NULL)",
-            (name, boot(), os.getpid(), time.time(), _born(os.getpid()), time.time()),
+            "INSERT OR REPLACE INTO producers VALUES (?, ?, ?, ?, ?, ?, 'alive', NULL, 0)",
+            (name, boot(), os.getpid(), time.time(), born(os.getpid()), time.time()),
         )
     try:
         yield
@@ -55,11 +54,11 @@ def check_producers(ledger: Ledger) -> None:
             "SELECT name, host, pid, born, beat, state, cause FROM producers"
         ).fetchall()
     failures = []
-    for name, where, pid, born, last, state, cause in rows:
+    for name, where, pid, start, last, state, cause in rows:
         if state == "failed":
             failures.append(f"{name} failed with {cause}")
         elif state == "alive":
-            if _is_alive(where, pid, born, last):
+            if _is_alive(where, pid, start, last):
                 return
             failures.append(
                 f"{name} (process {pid}) died {time.time() - last:.0f} s after its last beat"
@@ -71,27 +70,7 @@ def check_producers(ledger: Ledger) -> None:
         )
 
 
-def _is_alive(where: str, pid: int, born: str, last: float) -> bool:
+def _is_alive(where: str, pid: int, start: str, last: float) -> bool:
     if where == boot():
-        return _born(pid) == born
+        return born(pid) == start
     return time.time() - last < SILENT_SECONDS
-
-
-def _born(pid: int) -> str:
-    """When a process started, as the kernel counts; "" if there is none (or only its corpse)."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return "" if Path("/proc/self").exists() else _known_alive(pid)
-    after_name = stat.rpartition(")")[2].split()
-    return "" if after_name[0] in "ZX" else after_name[19]
-
-
-def _known_alive(pid: int) -> str:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return ""
-    except PermissionError:
-        return "alive"
-    return "alive"

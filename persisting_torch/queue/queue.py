@@ -21,7 +21,7 @@ from persisting_torch.queue.threads import in_thread
 if TYPE_CHECKING:
     import lance
 
-    from persisting_torch.queue.claims import Sampler
+    from persisting_torch.queue.look import Sampler
     from persisting_torch.queue.reader import QueueReader
     from persisting_torch.queue.writer import QueueWriter
 

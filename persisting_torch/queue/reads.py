@@ -221,6 +221,14 @@ class Reads:
             batch[INDEX_COLUMN] = torch.from_numpy(indexes.copy())
         return batch
 
+    def column(self, indexes: Int64s, field: str) -> pa.Table:
+        """The stored columns of one field of samples that the partition is known to hold."""
+        with self.ledger.lock:
+            self.late.follow()
+            self._check_names([field])
+            rows = self.books.runs.rows_of(indexes)
+        return self._table(rows, indexes, [field])
+
     def _check_names(self, names: Sequence[str]) -> None:
         unknown = [name for name in names if name not in self.books.schema.fields]
         if unknown:

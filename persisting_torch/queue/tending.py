@@ -10,6 +10,7 @@ import numpy as np
 
 from persisting_torch.queue.commit import fold_arrivals
 from persisting_torch.queue.locks import FileLock
+from persisting_torch.queue.look import fold_drops
 from persisting_torch.queue.upkeep import clean, compact
 
 if TYPE_CHECKING:
@@ -92,6 +93,7 @@ class Tending:
             with engine.ledger.transaction() as tx:
                 engine.claims.fold(tx, MOST_LEDGER_ROWS)
                 fold_arrivals(tx, MOST_LEDGER_ROWS)
+                fold_drops(tx, engine.books, MOST_LEDGER_ROWS)
             return True
         finally:
             self._lock.release()

@@ -15,8 +15,18 @@ class BaseSampler(ABC):
     first time keeps its answers in `_states[partition_id][task_name][dp_rank][batch_index]`;
     `has_cached_result`, `clear_cache` and the two checkpoint methods look after them.
 
-    A queue calls one sampler from one thread at a time.
+    A queue calls one sampler from one thread at a time. Where `looks` is True it gives the keyword
+    `look`, through which the sampler reads values of samples, remembers things durably and drops
+    samples (`persisting_torch.queue.Look`). Where `recheck_seconds` is a number, a waiting trainer
+    asks again after so many seconds, though nothing new came. A sampler that cuts global batches
+    for training itself, unevenly perhaps, has a method `deal(ready_indexes, batch_size, dp_size,
+    **kwargs)`: `batch_size` samples for each of `dp_size` data-parallel ranks, answered as a list
+    of slices, [] while there are not enough; `kwargs` are those of `sample`. Without it, `sample`
+    chooses for all ranks and they get equal parts in its order.
     """
+
+    looks: bool = False
+    recheck_seconds: float | None = None
 
     def __init__(self) -> None:
         self._states: dict[Any, Any] = {}
@@ -37,6 +47,10 @@ class BaseSampler(ABC):
         Returns the indexes of the batch, in order, and the indexes to mark as consumed. Both empty
         means that no batch can be formed yet.
         """
+
+    def what_is_missing(self) -> str:
+        """What the sampler waits for, to be said when a wait was too long; "" for nothing."""
+        return ""
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[list[int], list[int]]:
         return self.sample(*args, **kwargs)

@@ -143,6 +143,7 @@ def test_a_queue_that_is_sealed_ends_the_training(tmp_path: Path) -> None:
             "once": 12,
             "twice": 0,
             "never": 0,
+            "dropped": 0,
         }
 
 

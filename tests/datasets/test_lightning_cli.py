@@ -76,4 +76,4 @@ def test_lightning_cli_builds_the_data_module_from_yaml_and_trains_each_sample_o
     assert done.returncode == 0, done.stderr
     with Queue("rollouts", tmp_path / "data") as queue:
         books = queue.engine.books_of("train", "default")
-    assert books == {"put": 44, "once": 44, "twice": 0, "never": 0}
+    assert books == {"put": 44, "once": 44, "twice": 0, "never": 0, "dropped": 0}

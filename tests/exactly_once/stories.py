@@ -76,7 +76,7 @@ class Story:
     def assert_each_sample_once(self) -> None:
         assert self.end.trained == [1] * self.common["samples"]
         put = self.common["samples"]
-        assert self.books == {"put": put, "once": put, "twice": 0, "never": 0}
+        assert self.books == {"put": put, "once": put, "twice": 0, "never": 0, "dropped": 0}
 
     def assert_as_uninterrupted(self, *, same_steps: bool = True) -> None:
         """Each sample once, in the order of a run that nothing befell; also the very weights.

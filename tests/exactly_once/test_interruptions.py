@@ -183,5 +183,5 @@ def test_without_checkpoints_a_run_that_begins_anew_goes_on_with_the_batch_in_ha
     story = Story(tmp_path)
     story.run(event=["sigkill", 20], status=-signal.SIGKILL)
     story.run()
-    assert story.books == {"put": 240, "once": 240, "twice": 0, "never": 0}
+    assert story.books == {"put": 240, "once": 240, "twice": 0, "never": 0, "dropped": 0}
     assert story.end.order == list(range(80, 240))

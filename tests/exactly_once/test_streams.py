@@ -59,7 +59,7 @@ def test_a_sealed_queue_that_fills_no_last_batch_ends_as_it_was_told(
     assert_same_weights(story.end, straight)
     dropped = 2 if last == "drop" else 0
     once = 238 - dropped
-    assert story.books == {"put": 238, "once": once, "twice": 0, "never": dropped}
+    assert story.books == {"put": 238, "once": once, "twice": 0, "never": dropped, "dropped": 0}
     repeated = [2, 2] if last == "pad" else [1 - dropped // 2] * 2
     assert story.end.trained == [1] * 236 + repeated
 

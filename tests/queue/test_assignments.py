@@ -220,6 +220,7 @@ def test_a_recut_below_the_cursor_moves_it_back_and_is_seen_by_other_handles(
             "once": 8,
             "twice": 0,
             "never": 24,
+            "dropped": 0,
         }
 
 
@@ -261,10 +262,10 @@ def test_books_count_only_what_is_committed(queue: Queue) -> None:
     put(queue, 16)
     ask(queue, 3)
     books = queue.engine.books_of
-    assert books("fit", "train") == {"put": 16, "once": 0, "twice": 0, "never": 16}
+    assert books("fit", "train") == {"put": 16, "once": 0, "twice": 0, "never": 16, "dropped": 0}
     queue.engine.commit_cursor("fit", "train", 3)
     queue.engine.commit_cursor("fit", "train", 2)
-    assert books("fit", "train") == {"put": 16, "once": 12, "twice": 0, "never": 4}
+    assert books("fit", "train") == {"put": 16, "once": 12, "twice": 0, "never": 4, "dropped": 0}
 
 
 def test_claims_and_assignments_of_a_task_never_share_a_sample(queue: Queue) -> None:

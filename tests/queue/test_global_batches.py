@@ -46,6 +46,7 @@ def test_a_global_batch_is_formed_once_and_answered_identically(tmp_path: Path):
             "once": 4,
             "twice": 0,
             "never": 6,
+            "dropped": 0,
         }
         queue.sync.clear(indexes[:4])
         assert queue.engine.books_of("t", "default") == {
@@ -53,6 +54,7 @@ def test_a_global_batch_is_formed_once_and_answered_identically(tmp_path: Path):
             "once": 4,
             "twice": 0,
             "never": 6,
+            "dropped": 0,
         }
 
 

@@ -574,6 +574,7 @@ class QueueMachine(RuleBasedStateMachine):
                 "once": once,
                 "twice": 0,
                 "never": put - once,
+                "dropped": 0,
             }
 
 
