@@ -158,20 +158,20 @@ def test_a_queue_of_a_later_format_is_refused(tmp_path: Path):
     Queue("q", tmp_path).close()
     mark = tmp_path / "q" / "queue.json"
     described = json.loads(mark.read_text())
-    assert described["format"] == 1
-    mark.write_text(json.dumps({**described, "format": 2, "news": []}))
-    with pytest.raises(FormatError, match=r"'q' at .*/q has format 2; .* up to format 1. Upgrade"):
+    assert described["format"] == 2
+    mark.write_text(json.dumps({**described, "format": 3, "news": []}))
+    with pytest.raises(FormatError, match=r"'q' at .*/q has format 3; .* up to format 2. Upgrade"):
         Queue("q", tmp_path)
-    assert json.loads(mark.read_text())["format"] == 2
+    assert json.loads(mark.read_text())["format"] == 3
 
 
 def test_a_ledger_of_a_later_format_is_refused(tmp_path: Path):
     Queue("q", tmp_path).close()
     ledger = tmp_path / "q" / "bucket-0" / "ledger.sqlite"
     with sqlite3.connect(ledger) as connection:
-        connection.execute("UPDATE meta SET value = 2 WHERE key = 'format'")
+        connection.execute("UPDATE meta SET value = 3 WHERE key = 'format'")
     connection.close()
-    with pytest.raises(FormatError, match=r"'q'.*ledger\.sqlite has format 2; .*format 1. Upgrade"):
+    with pytest.raises(FormatError, match=r"'q'.*ledger\.sqlite has format 3; .*format 2. Upgrade"):
         Queue("q", tmp_path)
 
 
