@@ -42,10 +42,12 @@ format: $(INSTALLED) ## apply ruff's fixes and format
 	$(RUN) -m ruff check --fix
 	$(RUN) -m ruff format
 
-bench: $(INSTALLED) ## the benchmarks: queue beside plain Lance, waiting, who loses what on resume
+bench: $(INSTALLED) ## the benchmarks: queue beside plain Lance, waiting, late fields, who loses what on resume, TransferQueue
 	$(RUN) benchmarks/queue_local.py $(BENCH_ARGS)
 	$(RUN) benchmarks/waiting.py
+	$(RUN) benchmarks/late_fields.py $(BENCH_ARGS)
 	$(RUN) benchmarks/resume_matrix.py
+	$(RUN) benchmarks/vs_transferqueue.py
 
 clean: ## remove the environment, caches and what the demo left behind
 	rm -rf $(VENV) build dist demo_data lightning_logs checkpoints

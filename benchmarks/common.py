@@ -45,10 +45,10 @@ def in_turn(runs: int, *works: Callable[[], float]) -> list[float]:
     return [median(times) for times in found]
 
 
-def machine() -> dict[str, Any]:
-    """Versions and hardware, without anything that names the machine."""
+def machine(*more: str) -> dict[str, Any]:
+    """Hardware and versions (of `more` packages too), without anything that names the machine."""
     versions = {}
-    for package in PACKAGES:
+    for package in (*PACKAGES, *more):
         try:
             versions[package] = version(package)
         except PackageNotFoundError:
@@ -80,9 +80,11 @@ def _text(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
-def save(name: str, tables: dict[str, list[dict[str, Any]]]) -> None:
-    """Write the tables beside the versions and the machine."""
+def save(
+    name: str, tables: dict[str, list[dict[str, Any]]], packages: tuple[str, ...] = ()
+) -> None:
+    """Write the tables beside the versions (of `packages` too) and the machine."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps({"machine": machine(), "tables": tables}, indent=2) + "\n")
+    path.write_text(json.dumps({"machine": machine(*packages), "tables": tables}, indent=2) + "\n")
     print(f"\nwritten to benchmarks/results/{path.name}")

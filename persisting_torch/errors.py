@@ -19,6 +19,10 @@ class QueueSealed(PersistingError):
     """A put reached a partition whose producer said that no more samples will come."""
 
 
+class QueueFull(PersistingError):
+    """There is no room for a put, or a demand that waits for more than there is room for."""
+
+
 class WaitTimeout(PersistingError, TimeoutError):
     """A wait reached its limit; the message says what is missing."""
 

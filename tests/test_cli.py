@@ -21,7 +21,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from persisting_torch import Queue, QueueSealed
+from persisting_torch import MaxStaleness, Queue, QueueSealed, SequentialSampler
 from persisting_torch.cli import main
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
@@ -131,12 +131,12 @@ def test_ls_shows_a_table_and_goes_on_past_a_queue_that_it_cannot_read(
     command: Any, data: Path
 ) -> None:
     (data / "later").mkdir()
-    (data / "later" / "queue.json").write_text('{"format": 2, "name": "later"}')
+    (data / "later" / "queue.json").write_text('{"format": 7, "name": "later"}')
     code, out, _ = command("ls", str(data))
     lines = out.splitlines()
     assert code == 0
     assert lines[0].split()[:3] == ["queue", "samples", "partitions"]
-    assert "has format 2" in lines[1]
+    assert "has format 7" in lines[1]
     assert lines[2].split()[:3] == ["rollouts", "42", "2"]
 
 
@@ -178,11 +178,27 @@ def test_stats_tells_fields_partitions_and_tasks(command: Any) -> None:
     assert code == 0
     assert figures["persisted_count"] == 42
     assert figures["partitions"]["val"] == {"samples": 40, "sealed": False}
-    assert figures["tasks"]["score"]["val"] == {"taken": 10, "available": 30, "cursor": 0}
+    assert figures["tasks"]["score"]["val"] == {
+        "taken": 10,
+        "available": 30,
+        "dropped": {},
+        "leased": 0,
+        "cursor": 0,
+    }
     assert figures["fields"]["obs"] == "float32 tensor of shape (2, 3)"
     _, text, _ = command("stats", "rollouts")
     assert "42 samples" in text
     assert "float32 tensor of shape (2, 3)" in text
+
+
+def test_stats_tells_what_was_dropped_and_why(command: Any, data: Path) -> None:
+    with Queue("aging", data) as queue:
+        queue.sync.put([{"policy_version": version} for version in (1, 1, 5)])
+        sampler = MaxStaleness(SequentialSampler(), max_staleness=1)
+        queue.sync.get_meta([], 1, "train", sampler=sampler, policy_version=5)
+    assert "2 stale" in command("stats", "aging")[1]
+    figures = json.loads(command("stats", "aging", "--json")[1])
+    assert figures["tasks"]["train"]["default"]["dropped"] == {"stale": 2}
 
 
 def test_head_tells_the_first_samples_in_order(command: Any) -> None:

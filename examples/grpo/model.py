@@ -24,7 +24,8 @@ class Block(nn.Module):
         query, key, value = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
         seen = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.attended(seen.transpose(1, 2).flatten(2))
-        return x + self.feed_forward(x)
+        forwarded: Tensor = self.feed_forward(x)
+        return x + forwarded
 
 
 class Transformer(nn.Module):
@@ -45,7 +46,8 @@ class Transformer(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         places = torch.arange(tokens.shape[1], device=tokens.device)
-        return self.logits(self.blocks(self.token(tokens) + self.position(places)))
+        logits: Tensor = self.logits(self.blocks(self.token(tokens) + self.position(places)))
+        return logits
 
 
 @torch.no_grad()
@@ -63,7 +65,7 @@ def generate(
     logprobs = torch.zeros(tokens.shape)
     lengths, going = lengths.clone(), torch.ones(len(tokens), dtype=torch.bool)
     for _ in range(most):
-        of_next = model(tokens)[rows, lengths - 1].log_softmax(-1)
+        of_next = model(tokens[:, : lengths.max()])[rows, lengths - 1].log_softmax(-1)
         said = of_next.argmax(-1) if greedy else of_next.exp().multinomial(1).squeeze(-1)
         at = (rows[going], lengths[going])
         tokens[at], logprobs[at] = said[going], of_next[rows, said][going]

@@ -38,6 +38,9 @@ class QueueMonitor(Callback):
     assigned_samples: taken, but not yet consumed for good: read ahead, in training, or in batches
         that no checkpoint on disk counts yet.
     lag_samples: untaken and assigned ones: how far the training is behind the producers.
+    dropped_samples: let go untrained since the task began, and of these, once there are any,
+        dropped_stale_samples (MaxStaleness), dropped_late_samples (members of groups that had gone)
+        and so on for every other reason.
     put_samples_per_s: samples that all producers flushed, per second.
     trained_samples_per_s: samples that all ranks trained, per second.
     waiting_s: seconds in which the loop of rank zero waited for its next batch.
@@ -156,6 +159,8 @@ class QueueMonitor(Callback):
             "untaken_samples": depth.untaken,
             "assigned_samples": depth.assigned,
             "lag_samples": depth.lag,
+            "dropped_samples": sum(depth.dropped.values()),
+            **{f"dropped_{why}_samples": count for why, count in depth.dropped.items()},
             **self._interval.figures(depth, dataset),
             "disk_bytes": self._disk.size(),
         }

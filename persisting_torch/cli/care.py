@@ -25,7 +25,8 @@ def compact(arguments: Namespace) -> int:
         print(
             f"{name}: {before['fragments']} -> {after['fragments']} fragments,"
             f" {before['versions']} -> {after['versions']} versions,"
-            f" {show.size(before['bytes'])} -> {show.size(after['bytes'])}"
+            f" {show.size(before['bytes'])} -> {show.size(after['bytes'])},"
+            f" {after['deleted']['samples'] - before['deleted']['samples']} samples deleted"
         )
     else:
         print(f"{name}: another process is at it")

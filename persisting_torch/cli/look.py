@@ -117,9 +117,13 @@ def stats(arguments: Namespace) -> int:
         ],
     )
     _section(
-        ["task", "partition", "taken", "available", "cursor"],
+        ["task", "partition", "taken", "available", "dropped", "cursor"],
         [
-            (task, where, one["taken"], one["available"], one["cursor"])
+            (
+                *(task, where, one["taken"], one["available"]),
+                ", ".join(f"{count} {reason}" for reason, count in one["dropped"].items()) or 0,
+                one["cursor"],
+            )
             for task, places in figures["tasks"].items()
             for where, one in places.items()
         ],
@@ -210,8 +214,9 @@ def export(arguments: Namespace) -> int:
 
 def _tables(engine: Engine) -> Iterator[pa.Table]:
     """Committed samples in order, late fields in place; the first table is an empty one."""
-    import numpy as np
     import pyarrow as pa
+
+    from persisting_torch.queue.gone import present_between
 
     with engine.ledger.lock:
         with engine.ledger.reading() as tx:
@@ -227,14 +232,15 @@ def _tables(engine: Engine) -> Iterator[pa.Table]:
             ]
         )
         yield schema.empty_table()
-        gone = np.array(books.cleared_indexes.to_array(), dtype=np.int64)
+        gone = books.gone.copy()
         for start in range(0, books.rows, ROWS_EXPORTED_AT_ONCE):
-            rows = np.arange(start, min(start + ROWS_EXPORTED_AT_ONCE, books.rows), dtype=np.int64)
-            indexes = books.runs.indexes_of(rows)
-            keep = ~np.isin(indexes, gone)
-            if keep.any():
-                table = engine.rows.read(rows[keep], schema.names)
-                table = engine.late.overlay(table, indexes[keep], books.schema, names)
+            rows = present_between(gone, start, min(start + ROWS_EXPORTED_AT_ONCE, books.rows))
+            if len(rows):
+                table = engine.rows.read(rows, schema.names[:2])
+                values = engine.reads.table(rows, books.runs.indexes_of(rows), names)
+                for at, column in enumerate(values.schema):
+                    if column.name in columns:
+                        table = table.append_column(column, values[at])
                 yield pa.table([_column(table, field) for field in schema], schema=schema)
 
 

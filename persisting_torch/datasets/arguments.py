@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 from persisting_torch.samplers import BaseSampler
+from persisting_torch.samplers.staleness import PolicyVersion
 
 Last = Literal["drop", "pad", "split"]
 
@@ -17,6 +18,7 @@ def check_arguments(
     last: str,
     timeout: float | None,
     shuffle_seed: int | None,
+    policy_version: PolicyVersion = None,
 ) -> None:
     """Raise ValueError or TypeError for arguments that would fail later, or silently."""
     if not isinstance(batch_size, int) or isinstance(batch_size, bool):
@@ -24,7 +26,7 @@ def check_arguments(
     if batch_size < 1:
         raise ValueError(
             f"batch_size must be at least 1, got {batch_size}. It counts samples per batch and"
-            " data-parallel rank."
+            " data-parallel rank (or episodes, or whatever the sampler counts)."
         )
     if isinstance(fields, str):
         raise TypeError(f"fields must be a list of names, got the string {fields!r}: [{fields!r}]?")
@@ -34,9 +36,14 @@ def check_arguments(
         raise ValueError(f"last must be one of {', '.join(get_args(Last))}, got {last!r}.")
     if timeout is not None and timeout < 0:
         raise ValueError(f"timeout must be None or seconds from 0, got {timeout}.")
-    if sampler is not None and not consume:
+    if sampler is not None and not consume and not hasattr(sampler, "list_all"):
         raise ValueError("consume=False takes every sample, so a sampler has nothing to choose.")
-    if sampler is not None and shuffle_seed is not None:
+    if policy_version is not None and sampler is None:
+        raise ValueError(
+            "policy_version is for a sampler that compares samples with it, and there is none."
+            " Give sampler=MaxStaleness(...)."
+        )
+    if sampler is not None and shuffle_seed is not None and consume:
         raise ValueError(
             "sampler and shuffle_seed both decide the order. Give one of them"
             " (shuffle_seed=s stands for ShuffleSampler(s))."

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -39,6 +42,12 @@ class ConsumptionCheckpoint(Callback):
         """States of a checkpoint, until their loaders are there."""
         self._written: dict[Identity, int] = {}
         """Cursors in a checkpoint that is being written, or was; not yet told to the queue."""
+        self._saving: dict[Identity, int] = {}
+        """Cursors that the checkpoint being written holds."""
+        self._noted_later: dict[str, dict[Identity, int]] = {}
+        """Those of checkpoints that are written behind the training."""
+        self._watch: Callable[..., None] | None = None
+        """What stands for the Trainer's save_checkpoint."""
         self._stage = ""
         self._global_step = 0
 
@@ -57,6 +66,9 @@ class ConsumptionCheckpoint(Callback):
 
     def commit_written(self, trainer: Trainer) -> None:
         """Tell the queue what the checkpoints written so far count as used."""
+        noted, self._noted_later = self._noted_later, {}
+        for path, cursors in noted.items():
+            self._note(trainer, path, cursors)
         written, self._written = self._written, {}
         self._commit(trainer, written)
 
@@ -70,7 +82,8 @@ class ConsumptionCheckpoint(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """The loaders' states, as primitives: [{"k": ..., "queue": ..., "partition": ..., ...}]."""
-        self._written.update(self._used())
+        self._saving = self._used()
+        self._written.update(self._saving)
         datasets = [loader.dataset for loader in self._loaders.values()]
         states = [d.state_at(d.cursor.used) for d in datasets if d.cursor.used is not None]
         states += self._restored.values()
@@ -92,10 +105,15 @@ class ConsumptionCheckpoint(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._stage = stage
+        if stage == "fit":
+            self._watch_saving(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._global_step = trainer.global_step
         self._adopt_all(trainer)
+        if trainer.ckpt_path is not None:
+            # A kill may have come between its writing and its noting.
+            self._note(trainer, trainer.ckpt_path, self._written)
         self.commit_written(trainer)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -142,6 +160,39 @@ class ConsumptionCheckpoint(Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
             self.release()
+            self._end_watch(trainer)
+
+    # What is on disk
+
+    def _watch_saving(self, trainer: Trainer) -> None:
+        """Note for the queue which checkpoints hold which cursors, whoever has them written.
+
+        Lightning has no hook for a checkpoint that has been written, with its path.
+        """
+        self._end_watch(trainer)
+        save = trainer.save_checkpoint
+
+        @wraps(save)
+        def save_checkpoint(filepath: Any, *args: Any, **options: Any) -> None:
+            self._saving = {}
+            save(filepath, *args, **options)
+            if self._writes_behind(trainer):
+                self._noted_later[os.fspath(filepath)] = self._saving
+            else:
+                self._note(trainer, filepath, self._saving)
+
+        trainer.save_checkpoint = self._watch = save_checkpoint  # type: ignore[method-assign]
+
+    def _end_watch(self, trainer: Trainer) -> None:
+        if self._watch is not None and vars(trainer).get("save_checkpoint") is self._watch:
+            del trainer.save_checkpoint
+
+    def _note(self, trainer: Trainer, path: Any, cursors: dict[Identity, int]) -> None:
+        if not _may_consume(trainer):
+            return
+        for key, k in cursors.items():
+            if key in self._loaders:
+                self._loaders[key].dataset.saved(path, k)
 
     def _cursors(self) -> list[Cursor]:
         return [loader.dataset.cursor for loader in self._loaders.values()]
@@ -160,15 +211,24 @@ class ConsumptionCheckpoint(Callback):
             iter(trainer.fit_loop._data_fetcher)
 
     def _commit_if_on_disk(self, trainer: Trainer) -> None:
-        if not isinstance(trainer.strategy.checkpoint_io, AsyncCheckpointIO):
+        if not self._writes_behind(trainer):
             self.commit_written(trainer)
 
+    @staticmethod
+    def _writes_behind(trainer: Trainer) -> bool:
+        return isinstance(trainer.strategy.checkpoint_io, AsyncCheckpointIO)
+
     def _commit(self, trainer: Trainer, used: dict[Identity, int]) -> None:
-        if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if not _may_consume(trainer):
             return
         for key, k in used.items():
             if key in self._loaders:
                 self._loaders[key].dataset.commit(k)
+
+
+def _may_consume(trainer: Trainer) -> bool:
+    """Whether this process speaks for all ranks, of a run that is meant."""
+    return bool(trainer.is_global_zero and not trainer.fast_dev_run)  # type: ignore[attr-defined]
 
 
 def _writes_checkpoints(trainer: Trainer) -> bool:

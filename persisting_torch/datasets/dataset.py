@@ -18,8 +18,11 @@ from persisting_torch.datasets.handle import QueueHandle
 from persisting_torch.datasets.ranks import Ranks, discover
 from persisting_torch.datasets.reading import Listing, Pass, list_samples
 from persisting_torch.errors import PersistingError
+from persisting_torch.queue.look import needs_of
 from persisting_torch.queue.names import check_name
+from persisting_torch.queue.past import is_remote
 from persisting_torch.samplers import BaseSampler, ShuffleSampler
+from persisting_torch.samplers.staleness import PolicyVersion
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -53,9 +56,11 @@ class PersistingDataset(IterableDataset[Any]):
     Args:
         queue: the queue, or its name under `storage_path`; a name must be that of a queue that
             exists. Worker processes open it anew.
-        batch_size: samples a batch on each data-parallel rank.
+        batch_size: samples a batch on each data-parallel rank; or episodes, windows, whatever it is
+            that the sampler counts.
         task_name: the consumer; tasks consume independently.
-        sampler: chooses the samples of each global batch; default is the order of arrival.
+        sampler: chooses the samples of each global batch; default is the order of arrival. With
+            `consume=False` only one that counts something else than samples has a meaning.
         dp_rank, dp_size: the data-parallel rank and the number of ranks; by default they are found
             (see `persisting_torch.datasets.ranks.discover`).
         device_mesh: a torch DeviceMesh to find them in: its data-parallel dimensions count, so that
@@ -66,6 +71,11 @@ class PersistingDataset(IterableDataset[Any]):
         shuffle_seed: draw samples at random: of those that are ready when a batch is formed, or,
             with `consume=False`, anew for each epoch (see `set_epoch`).
         transform: applied to each batch where it is read (in the prefetching thread or a worker).
+        policy_version: the version of the policy in training, which MaxStaleness compares samples
+            with, as a number or a function that tells it. It is asked for whenever a batch is to be
+            formed: ahead of the loop by as many batches as are prefetched, and in worker processes
+            a copy of the function is, which sees nothing of what happens here. Without it, the
+            newest version that a PolicyPublisher announced for the queue counts, in every process.
 
     Raises, when a batch is asked for: PersistingError where there is no such queue or no sample has
     the named fields; WaitTimeout; ProducerFailed.
@@ -101,9 +111,12 @@ class PersistingDataset(IterableDataset[Any]):
         pad: dict[str, float] | None = None,
         shuffle_seed: int | None = None,
         transform: Callable[[TensorDictBase], Any] | None = None,
+        policy_version: PolicyVersion = None,
     ) -> None:
         super().__init__()
-        check_arguments(batch_size, fields, sampler, consume, last, timeout, shuffle_seed)
+        check_arguments(
+            batch_size, fields, sampler, consume, last, timeout, shuffle_seed, policy_version
+        )
         self.handle = QueueHandle(queue, storage_path)
         self.batch_size = batch_size
         self.fields = None if fields is None else list(fields)
@@ -115,6 +128,7 @@ class PersistingDataset(IterableDataset[Any]):
         self.pad = pad
         self.shuffle_seed = shuffle_seed
         self.transform = transform
+        self.policy_version = policy_version
         self.sampler = sampler
         if consume and shuffle_seed is not None:
             self.sampler = ShuffleSampler(shuffle_seed)
@@ -142,6 +156,11 @@ class PersistingDataset(IterableDataset[Any]):
     def identity(self) -> tuple[str, str, str]:
         """Queue, partition and task ("" without consumption): whose cursor this is."""
         return self.handle.name, self.partition_id, self.task_name if self.consume else ""
+
+    @property
+    def required(self) -> list[str] | None:
+        """The fields that a sample must have; None if any will do."""
+        return [*(self.fields or ()), *needs_of(self.sampler)] or None
 
     @property
     def global_batch_size(self) -> int:
@@ -277,6 +296,32 @@ class PersistingDataset(IterableDataset[Any]):
         """Tell the queue that all batches below k are consumed. Rank 0 speaks for all."""
         if self.consume and self.ranks.rank == 0:
             self.handle.engine.commit_cursor(self.task_name, self.partition_id, k)
+
+    def saved(self, path: str | os.PathLike[str], k: int | None = None) -> None:
+        """Say that a state is saved at `path`, to be resumed from as long as it is there.
+
+        The state is the newest that `state_dict` gave, or that of batch k. Its batches then count
+        as consumed, and a queue with a retention (see Queue) keeps the batches after it until the
+        file, folder or fsspec URL is gone. Rank 0 speaks for all. Raises ValueError before the
+        first state.
+        """
+        if k is None:
+            k = self.cursor.state_taken
+        if k is None:
+            raise ValueError(
+                f"saved({os.fspath(path)!r}) was called before state_dict(), so there is no state"
+                " of this loader that could be there."
+            )
+        if self.consume and self.ranks.rank == 0:
+            place = os.fspath(path)
+            self.handle.engine.note_checkpoint(
+                self.task_name,
+                self.partition_id,
+                place if is_remote(place) else os.path.abspath(place),
+                k,
+            )
+        if not self.cursor.driven:
+            self.commit(k)
 
     # Reading
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ class QueueHandle:
         self._given: Queue | None = None
         self._opened: Queue | None = None
         self._pid = os.getpid()
+        self._since = time.time()
         self._options: dict[str, Any] = {}
         if isinstance(queue, str):
             self.name = check_name(queue, "queue name")
@@ -78,6 +80,7 @@ class QueueHandle:
 
             self.check()
             self._opened = Queue(self.name, self.storage_path, **self._options)
+            self._opened.engine.producers.since = self._since
         return self._opened
 
     def close(self) -> None:

@@ -122,6 +122,9 @@ class _Consumption:
     ) -> None:
         self.saved_step = state.global_step
         if KEY in state.stateful_callbacks:
+            assert args.output_dir is not None
+            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            self.dataset.saved(folder, state.stateful_callbacks[KEY]["k"])
             self._commit(state)
 
     def on_epoch_end(

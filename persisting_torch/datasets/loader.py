@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -132,6 +133,10 @@ class PersistingDataLoader(DataLoader[Any]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state, before or during an iteration."""
         self.dataset.load_state_dict(state)
+
+    def saved(self, path: str | os.PathLike[str]) -> None:
+        """Say that the newest state is at `path`; see `PersistingDataset.saved`."""
+        self.dataset.saved(path)
 
     def set_epoch(self, epoch: int) -> None:
         """Fix the order of the next pass; see `PersistingDataset.set_epoch`."""

@@ -19,6 +19,7 @@ from persisting_torch.datasets.parcel import Parcel, wrap
 from persisting_torch.datasets.ranks import Ranks, discover
 from persisting_torch.queue import Queue
 from persisting_torch.samplers import BaseSampler
+from persisting_torch.samplers.staleness import PolicyVersion
 
 
 class PersistingDataModule(LightningDataModule):
@@ -77,6 +78,7 @@ class PersistingDataModule(LightningDataModule):
         num_workers: int = 0,
         prefetch_batches: int = 2,
         pin_memory: bool | None = None,
+        policy_version: PolicyVersion = None,
     ) -> None:
         super().__init__()
         self._handle = QueueHandle(queue, storage_path)
@@ -96,6 +98,7 @@ class PersistingDataModule(LightningDataModule):
         self.num_workers = num_workers
         self.prefetch_batches = prefetch_batches
         self.pin_memory = pin_memory
+        self.policy_version = policy_version
         self._consumption: ConsumptionCheckpoint | None = None
         self._loaders: list[PersistingDataLoader] = []
         if val_partition_id is None and type(self).val_dataloader is _OWN_VAL_DATALOADER:
@@ -162,10 +165,13 @@ class PersistingDataModule(LightningDataModule):
             last=self.last,
             sampler=self.sampler,
             shuffle_seed=self.shuffle_seed,
+            policy_version=self.policy_version,
         )
 
     def _evaluating(self, partition_id: str) -> PersistingDataLoader:
-        return self._loader(self._dataset(partition_id, consume=False, last="split"))
+        sampler = self.sampler if hasattr(self.sampler, "list_all") else None
+        dataset = self._dataset(partition_id, consume=False, last="split", sampler=sampler)
+        return self._loader(dataset)
 
     def _dataset(self, partition_id: str, **choices: Any) -> PersistingDataset:
         ranks = self._ranks()

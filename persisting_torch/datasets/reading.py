@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from tensordict import TensorDictBase
 from torch.utils.data import IterableDataset, get_worker_info
 
 from persisting_torch.datasets.ranks import Ranks
 from persisting_torch.errors import PersistingError
+from persisting_torch.queue.look import needs_of, unit_of
 
 if TYPE_CHECKING:
     from persisting_torch.datasets.dataset import PersistingDataset
@@ -72,7 +74,18 @@ class Pass(IterableDataset[tuple[int, Any]]):
 
     def _load(self, indexes: Sequence[int]) -> Any:
         data = self.dataset
-        batch = data.handle.engine.read_batch(data.partition_id, indexes, data.fields, pad=data.pad)
+        fields, extra = data.fields, []
+        if fields is not None:
+            extra = [name for name in getattr(data.sampler, "shaped_by", ()) if name not in fields]
+            fields = [*fields, *extra]
+        batch: TensorDictBase = data.handle.engine.read_batch(
+            data.partition_id, indexes, fields, pad=data.pad
+        )
+        shape = getattr(data.sampler, "shape", None)
+        if shape is not None:
+            batch = shape(batch, data.pad)
+            for name in extra:
+                batch = _without(batch, name)
         return batch if data.transform is None else data.transform(batch)
 
     def _assigned(
@@ -100,7 +113,15 @@ class Pass(IterableDataset[tuple[int, Any]]):
             last=data.last,
             timeout=data.timeout,
             stop=stop,
+            sampling={} if data.policy_version is None else {"policy_version": data.policy_version},
         )
+
+
+def _without(batch: TensorDictBase, name: str) -> TensorDictBase:
+    """The batch without a field, which may be nested as its name says."""
+    path = (name,) if name in set(batch.keys()) else tuple(name.split("."))
+    rest: TensorDictBase = batch.exclude(path)
+    return rest if len(path) == 1 else rest.filter_empty_()  # type: ignore[no-untyped-call]
 
 
 def identity(batch: Any) -> Any:
@@ -112,8 +133,9 @@ def identity(batch: Any) -> Any:
 class Listing:
     """What a pass without consumption goes over: one rank's batches of an epoch.
 
-    They hold the `samples` samples that were ready, all of them with indexes less than `below`,
-    but for the first `skip` of the epoch's order, which batches of another size have covered.
+    They hold the `samples` samples (or what the sampler counts) that were ready, all of them with
+    indexes less than `below`, but for the first `skip` of the epoch's order, which batches of
+    another size have covered.
     """
 
     epoch: int
@@ -130,7 +152,7 @@ def list_samples(
 
     Raises PersistingError where no sample of the partition has the named fields.
     """
-    samples = dataset.handle.engine.snapshot(dataset.partition_id, dataset.fields)
+    samples = dataset.handle.engine.snapshot(dataset.partition_id, dataset.required)
     if below is not None:
         samples = samples[samples < below]
     end = int(samples.max()) + 1 if len(samples) else 0
@@ -141,9 +163,15 @@ def list_samples(
             dataset.partition_id,
             dataset.handle.name,
         )
+    parts = None
+    if dataset.sampler is not None:
+        parts = dataset.handle.engine.list_all(dataset.partition_id, dataset.sampler, samples)
+        samples = np.arange(len(parts))
     if dataset.shuffle_seed is not None:
         samples = np.random.default_rng((dataset.shuffle_seed, epoch)).permutation(samples)
     slices = cut(samples[skip:], dataset.batch_size, dataset.ranks, pad=dataset.last == "pad")
+    if parts is not None:
+        slices = [np.concatenate([parts[at] for at in numbers]) for numbers in slices]
     return Listing(epoch, end, len(samples), skip, slices)
 
 
@@ -177,14 +205,15 @@ def _listed(
 def explain_no_batch(dataset: PersistingDataset) -> None:
     """The partition is sealed and not even its first global batch could be formed: say why."""
     check_fields(dataset)
-    ready = len(dataset.handle.engine.snapshot(dataset.partition_id, dataset.fields))
+    ready = len(dataset.handle.engine.snapshot(dataset.partition_id, dataset.required))
     log.warning(
         "partition %r of queue %r is sealed with %d samples ready, which make no global batch"
-        " of %d samples; last='split' or 'pad' would give them",
+        " of %d %s; last='split' or 'pad' would give them",
         dataset.partition_id,
         dataset.handle.name,
         ready,
         dataset.batch_size * dataset.ranks.size,
+        unit_of(dataset.sampler),
     )
 
 
@@ -192,11 +221,12 @@ def check_fields(dataset: PersistingDataset) -> None:
     """Raise PersistingError where there are samples, and none of them has the named fields."""
     engine = dataset.handle.engine
     there = len(engine.snapshot(dataset.partition_id, None))
-    if not there or len(engine.snapshot(dataset.partition_id, dataset.fields)):
+    if not there or len(engine.snapshot(dataset.partition_id, dataset.required)):
         return
+    where = "`fields` and `sampler`" if needs_of(dataset.sampler) else "`fields`"
     raise PersistingError(
         f"none of the {there} samples of {dataset.handle.name}/{dataset.partition_id} has all of"
-        f" the fields {dataset.fields}. Check the names in `fields`, and what the producers put."
+        f" the fields {dataset.required}. Check the names in {where}, and what the producers put."
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from dataclasses import dataclass, field, replace
+from itertools import chain, pairwise
 from typing import Any, Literal
 
 from pyroaring import BitMap64
@@ -13,7 +14,8 @@ from persisting_torch.errors import PersistingError
 from persisting_torch.queue.books import Books
 from persisting_torch.queue.claims import replace_taken, take
 from persisting_torch.queue.ledger import Ledger
-from persisting_torch.queue.look import Look, Sampler, deal
+from persisting_torch.queue.look import Look, Sampler, deal, unit_of
+from persisting_torch.queue.past import check_not_past, past_of, register
 from persisting_torch.queue.reads import Reads
 from persisting_torch.queue.ready import ReadyIndexes
 from persisting_torch.queue.sets import pack_list, unpack_list
@@ -36,7 +38,10 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Order:
-    """What a task asks for in each global batch: dp_size slices of batch_size samples."""
+    """What a task asks for in each global batch: dp_size slices of batch_size samples.
+
+    Or of as many episodes, or whatever else it is that the sampler counts.
+    """
 
     task: str
     partition: str
@@ -50,6 +55,15 @@ class Order:
     @property
     def size(self) -> int:
         return self.batch_size * self.dp_size
+
+    @property
+    def step(self) -> int:
+        """How many samples the sampler keeps together."""
+        return int(getattr(self.sampler, "n_samples_per_prompt", 1))
+
+    @property
+    def unit(self) -> str:
+        return unit_of(self.sampler)
 
     @property
     def terms(self) -> str:
@@ -84,11 +98,13 @@ class Assignments:
             ended = tx.execute("SELECT k, terms FROM ends WHERE task = ?", (task,)).fetchone()
             if ended is not None and ended[0] <= k and ended[1] == order.terms:
                 return End
+            check_not_past(tx, task, k, self._name(order))
             last = tx.execute("SELECT max(k) FROM assignments WHERE task = ?", (task,)).fetchone()
+            first = past_of(tx, task).k if last[0] is None else last[0] + 1
             view = self.books.view(order.task, order.partition, order.fields)
             left = view.available.copy()
             answer: Assignment | type[End] | None = None
-            for number in range(0 if last[0] is None else last[0] + 1, k + 1):
+            for number in range(first, k + 1):
                 answer = self._decide(tx, task, order, number, left)
                 if answer is End:
                     tx.execute(
@@ -112,16 +128,16 @@ class Assignments:
         if (batch_size, len(sizes)) != (order.batch_size, order.dp_size):
             raise PersistingError(
                 f"batch {k} of task {order.task!r} on {self.ledger.place.queue}/{order.partition}"
-                f" was formed for {len(sizes)} ranks of {batch_size} samples and is now asked for"
-                f" {order.dp_size} ranks of {order.batch_size}: two runs of different sizes follow"
-                " the same task. Give one of them another task_name."
+                f" was formed for {len(sizes)} ranks of {batch_size} {order.unit} and is now asked"
+                f" for {order.dp_size} ranks of {order.batch_size}: two runs of different sizes"
+                " follow the same task. Give one of them another task_name."
             )
         return _cut(k, unpack_list(*found[3:]), sizes, padding)
 
     def _decide(
         self, tx: sqlite3.Connection, task: int, order: Order, k: int, left: BitMap64
     ) -> Assignment | type[End] | None:
-        look = Look(tx, self.books, self.reads, order.task, order.partition)
+        look = Look(tx, self.books, self.reads, order.task, order.partition, order.fields)
         answer = self._cut_batch(order, k, left, look)
         taken = look.enter(tx, task)
         if isinstance(answer, Assignment):
@@ -146,23 +162,28 @@ class Assignments:
         self, order: Order, k: int, left: BitMap64, look: Look
     ) -> Assignment | type[End] | None:
         """Global batch k of what is left, the rest of a sealed partition included."""
+        look.over = self._is_over(order, left)
         slices = self._deal(order, k, left, look)
         if slices:
             return Assignment(k, tuple(map(tuple, slices)), (0,) * order.dp_size)
-        left = left - BitMap64().union(*look.dropped.values())
-        if not self.books.is_sealed(order.partition) or self._may_become_ready(order, left):
+        if look.gone & left:
+            return self._cut_batch(order, k, left - look.gone, look)
+        if not look.over:
             return None
         if order.last == "drop":
             return End
-        chosen = self._choose_rest(order, k, left, look)
-        if len(chosen) < (order.dp_size if order.last == "split" else 1):
+        noted = look.noted.copy()
+        rest = self._choose_rest(order, k, left, look)
+        if order.last == "split" and order.unit == "samples" and len(rest) < order.dp_size:
+            rest = [[index] for index in chain(*rest)]
+        if len(rest) < (order.dp_size if order.last == "split" else 1):
+            look.noted = noted
             return End
-        if order.last == "split":
-            each, more = divmod(len(chosen), order.dp_size)
-            sizes = [each + (rank < more) for rank in range(order.dp_size)]
-            return _cut(k, chosen, sizes, [0] * order.dp_size)
-        chosen, padding = _pad(chosen, order)
-        return _cut(k, chosen, [order.batch_size] * order.dp_size, padding)
+        return _split(k, rest, order) if order.last == "split" else _pad(k, rest, order)
+
+    def _is_over(self, order: Order, left: BitMap64) -> bool:
+        """Whether the partition is sealed and nothing worth waiting for may become ready."""
+        return self.books.is_sealed(order.partition) and not self._may_become_ready(order, left)
 
     def _may_become_ready(self, order: Order, left: BitMap64) -> bool:
         """Whether samples that are there may still get fields that the order asks for.
@@ -208,14 +229,17 @@ class Assignments:
                 " it finds in ready_indexes, each once."
             )
 
-    def _choose_rest(self, order: Order, k: int, left: BitMap64, look: Look) -> list[int]:
-        """As many as the sampler gives of what is left, which is no whole batch; whole groups."""
-        step = getattr(order.sampler, "n_samples_per_prompt", 1)
-        for size in range(min(len(left), order.size) // step * step, 0, -step):
-            whole = replace(order, batch_size=size, dp_size=1)
-            slices = self._deal(whole, k, left, look)
-            if slices:
-                return slices[0]
+    def _choose_rest(self, order: Order, k: int, left: BitMap64, look: Look) -> list[list[int]]:
+        """As many as the sampler gives of what is left, which is no whole batch.
+
+        Single samples, or groups where it keeps those together, or episodes.
+        """
+        step = order.step
+        for count in range(min(len(left), order.size // step), 0, -1):
+            singly = replace(order, batch_size=step, dp_size=count)
+            rest = self._deal(singly, k, left - look.gone, look)
+            if rest:
+                return rest
         return []
 
     def recut(self, order: Order, k: int) -> None:
@@ -229,6 +253,7 @@ class Assignments:
             task = self.books.tasks.get((order.task, order.partition))
             if task is None:
                 return
+            check_not_past(tx, task.id, k, self._name(order))
             rows = tx.execute(
                 "SELECT batch_size, sizes, first, count, members FROM assignments"
                 " WHERE task = ? AND k >= ?",
@@ -258,6 +283,22 @@ class Assignments:
             self.books.refresh(tx)
             number = self.books.task_id(tx, task, partition)
             tx.execute("UPDATE tasks SET cursor = ? WHERE id = ? AND cursor < ?", (k, number, k))
+
+    def note_checkpoint(self, task: str, partition: str, path: str, k: int) -> None:
+        """What is at this path may be resumed from batch k, as long as it is there."""
+        with self.ledger.transaction() as tx:
+            self.books.refresh(tx)
+            register(tx, self.books.task_id(tx, task, partition), path, k)
+
+    def past(self, task: str, partition: str) -> list[int]:
+        """All samples of the batches that a task can no longer ask for."""
+        with self.ledger.reading() as tx:
+            self.books.refresh(tx)
+            known = self.books.tasks.get((task, partition))
+            return [] if known is None else list(past_of(tx, known.id).members)
+
+    def _name(self, order: Order) -> str:
+        return f"task {order.task!r} on {self.ledger.place.queue}/{order.partition}"
 
     def assigned(self, task: str, partition: str) -> list[tuple[int, list[int]]]:
         """All assignments (k, indexes without padding) of a task, in the order of k."""
@@ -295,9 +336,20 @@ def _cut(k: int, indexes: list[int], sizes: list[int], padding: list[int]) -> As
     return Assignment(k, tuple(slices), tuple(padding))
 
 
-def _pad(chosen: list[int], order: Order) -> tuple[list[int], list[int]]:
-    """Repeat the chosen samples until the batch is full; how much of each slice is repetition."""
-    own = len(chosen)
-    full = [chosen[at % own] for at in range(order.size)]
-    starts = range(0, order.size, order.batch_size)
-    return full, [min(order.batch_size, max(0, s + order.batch_size - own)) for s in starts]
+def _split(k: int, rest: list[list[int]], order: Order) -> Assignment:
+    """Parts that are shared out among the ranks as evenly as it goes."""
+    each, more = divmod(len(rest), order.dp_size)
+    starts = [rank * each + min(rank, more) for rank in range(order.dp_size + 1)]
+    shares = [rest[start:stop] for start, stop in pairwise(starts)]
+    return Assignment(k, tuple(tuple(chain(*share)) for share in shares), (0,) * order.dp_size)
+
+
+def _pad(k: int, rest: list[list[int]], order: Order) -> Assignment:
+    """Parts that are repeated until the batch is full."""
+    slices, padding = [], []
+    each = order.batch_size // order.step
+    for start in range(0, each * order.dp_size, each):
+        places = range(start, start + each)
+        slices.append(tuple(chain(*(rest[at % len(rest)] for at in places))))
+        padding.append(sum(len(rest[at % len(rest)]) for at in places if at >= len(rest)))
+    return Assignment(k, tuple(slices), tuple(padding))

@@ -18,6 +18,7 @@ import numpy as np
 from pyroaring import BitMap64
 
 from persisting_torch.queue.fields import FieldType, Schema, Variant
+from persisting_torch.queue.keep import KEEP_ALL, read_retention
 from persisting_torch.queue.ledger import Ledger
 from persisting_torch.queue.runs import Int64s, Runs
 from persisting_torch.queue.sets import set_of, unpack_set
@@ -36,13 +37,16 @@ TABLES_WITH_NEWS = (
 
 PULSE = """SELECT
     (SELECT value FROM meta WHERE key = 'sealed'),
+    (SELECT value FROM meta WHERE key = 'retention'),
     (SELECT value FROM meta WHERE key = 'partitions'),
     (SELECT max(seq) FROM fields),
     (SELECT max(id) FROM field_sets),
     (SELECT seq FROM sqlite_sequence WHERE name = 'runs'),
     (SELECT seq FROM sqlite_sequence WHERE name = 'arrivals'),
     (SELECT seq FROM sqlite_sequence WHERE name = 'late'),
+    (SELECT value FROM meta WHERE key = 'folded'),
     (SELECT seq FROM sqlite_sequence WHERE name = 'cleared'),
+    (SELECT value FROM meta WHERE key = 'removed'),
     (SELECT value FROM meta WHERE key = 'tasks'),
     (SELECT seq FROM sqlite_sequence WHERE name = 'dropped'),
     (SELECT seq FROM sqlite_sequence WHERE name = 'claims'),
@@ -87,6 +91,19 @@ class Task:
         return len(BitMap64().union(*self.dropped.values()))
 
 
+@dataclass(frozen=True, slots=True)
+class LateRun:
+    """Consecutive rows of `late.lance` that hold these fields."""
+
+    seq: int
+    names: tuple[str, ...]
+    first_row: int
+    count: int
+
+    def rows(self) -> Int64s:
+        return np.arange(self.first_row, self.first_row + self.count, dtype=np.int64)
+
+
 @dataclass
 class View:
     """What is ready for one task that asks for certain fields."""
@@ -102,6 +119,8 @@ class Books:
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
+        self.folds = 0  # how often rows have left `late`
+        self.folded_version = 0  # of data.lance, which has what has left
         self._forget()
 
     def _forget(self) -> None:
@@ -111,8 +130,11 @@ class Books:
         self.tasks: dict[tuple[str, str], Task] = {}
         self.rows = 0
         self.sealed: float | None = None
+        self.retention = KEEP_ALL
         self.cleared_indexes = BitMap64()
-        self.late_seen: list[tuple[int, tuple[str, ...], int, int]] = []
+        self.gone = BitMap64()  # rows of data.lance whose samples are cleared
+        self.removed = 0  # the newest entry of `cleared` whose rows are deleted
+        self.late: dict[int, LateRun] = {}  # those that count, by rising sequence number
         self._by_id: dict[int, Partition] = {}
         self._tasks_by_id: dict[int, Task] = {}
         self._field_sets: dict[int, tuple[str, ...]] = {}
@@ -166,13 +188,16 @@ class Books:
         """Who reads what each beat of the pulse tells of, in the order of their dependence."""
         return (
             self._read_seal,
+            self._read_retention,
             self._read_partitions,
             self._read_fields,
             self._read_field_sets,
             self._read_runs,
             self._read_arrivals,
             self._read_late,
+            self._read_folded,
             self._read_cleared,
+            self._read_removed,
             self._read_tasks,
             self._read_dropped,
             self._read_claims,
@@ -182,6 +207,9 @@ class Books:
     def _read_seal(self, tx: sqlite3.Connection) -> None:
         sealed = tx.execute("SELECT value FROM meta WHERE key = 'sealed'").fetchone()
         self.sealed = sealed and sealed[0]
+
+    def _read_retention(self, tx: sqlite3.Connection) -> None:
+        self.retention = read_retention(tx)
 
     def _read_partitions(self, tx: sqlite3.Connection) -> None:
         for number, name, sealed in tx.execute("SELECT id, name, sealed FROM partitions"):
@@ -202,9 +230,14 @@ class Books:
             self._field_sets[number] = tuple(json.loads(names))
 
     def _read_runs(self, tx: sqlite3.Connection) -> None:
+        came, known = BitMap64(), self.rows
         for _, first, count, row in self._news(tx, "runs", "first_index, count, first_row"):
             self.runs.add(first, count, row)
             self.rows = max(self.rows, row + count)
+            came.add_range(row, row + count)
+        # Rows that no run covers were deleted, and their runs with them.
+        if len(came) and came.range_cardinality(known, self.rows) < self.rows - known:
+            self.gone |= set_of(range(known, self.rows)) - came
 
     def _read_arrivals(self, tx: sqlite3.Connection) -> None:
         columns = "partition, field_set, first, count, members"
@@ -224,16 +257,43 @@ class Books:
         for seq, field_set, first_row, count in self._news(
             tx, "late", "field_set, first_row, count"
         ):
-            self.late_seen.append((seq, self._field_sets[field_set], first_row, count))
+            self.late[seq] = LateRun(seq, self._field_sets[field_set], first_row, count)
+
+    def _read_folded(self, tx: sqlite3.Connection) -> None:
+        found = dict(
+            tx.execute("SELECT key, value FROM meta WHERE key IN ('folded', 'folded_version')")
+        )
+        self.folds = found.get("folded", 0)
+        self.folded_version = found.get("folded_version", 0)
+        left = {seq for (seq,) in tx.execute("SELECT seq FROM late")}
+        self.late = {seq: run for seq, run in self.late.items() if seq in left}
 
     def _read_cleared(self, tx: sqlite3.Connection) -> None:
         for _, partition, *packed in self._news(tx, "cleared", "partition, first, count, members"):
-            members = unpack_set(*packed)
+            members = unpack_set(*packed) - self.cleared_indexes
             self._by_id[partition].cleared |= members
             self.cleared_indexes |= members
+            self.gone |= self.runs.rows_of_set(members)
             for view in self._views.values():
                 if view.partition == self._by_id[partition].name:
                     view.available -= members
+
+    def _read_removed(self, tx: sqlite3.Connection) -> None:
+        found = tx.execute("SELECT value FROM meta WHERE key = 'removed'").fetchone()
+        self.removed = found[0] if found else 0
+        if self.removed and self.removed >= self._seen["cleared"]:
+            self.runs.drop(self.gone)
+            self._tidy()
+
+    def _tidy(self) -> None:
+        """Let sets take the least memory: a solid range some bytes, however it came about."""
+        sets = [self.cleared_indexes, self.gone]
+        for partition in self.partitions.values():
+            sets += [partition.arrived, partition.cleared, *partition.having.values()]
+        for task in self.tasks.values():
+            sets += [task.taken, *task.dropped.values()]
+        for members in sets:
+            members.run_optimize()
 
     def _read_tasks(self, tx: sqlite3.Connection) -> None:
         for number, name, partition, epoch, cursor in tx.execute(
@@ -293,6 +353,11 @@ class Books:
     # Answering
 
     @property
+    def last_late(self) -> int:
+        """The number of the newest run of late rows that was read."""
+        return self._seen["late"]
+
+    @property
     def claims_seen(self) -> int:
         """The number of the newest claim that was read."""
         return self._seen["claims"]
@@ -344,6 +409,11 @@ class Books:
         untaken = self._ready(where, frozenset(), where.arrived, task)
         counts = {name: len(untaken - where.having.get(name, BitMap64())) for name in view.fields}
         return {name: count for name, count in sorted(counts.items()) if count}
+
+    def has_arrived(self, partition: str, index: int) -> bool:
+        """Whether this sample of the partition was committed, cleared or not."""
+        where = self.partitions.get(partition)
+        return where is not None and index in where.arrived
 
     def strays(self, partition: str, indexes: Sequence[int] | Int64s) -> list[int]:
         """Those of the indexes, ten at most, that were never put into the partition."""

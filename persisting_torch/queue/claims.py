@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pyroaring import BitMap64
 
 from persisting_torch.errors import PersistingError
 from persisting_torch.queue.books import Books, Task, View
+from persisting_torch.queue.leases import finish, withdraw
 from persisting_torch.queue.ledger import Ledger
 from persisting_torch.queue.look import Look, Sampler
 from persisting_torch.queue.reads import Reads
 from persisting_torch.queue.ready import ReadyIndexes
 from persisting_torch.queue.sets import pack_list, pack_set, set_of, unpack_list
+
+if TYPE_CHECKING:
+    from persisting_torch.queue.producers import Producer
 
 TABLES_OF_A_TASK = (
     "claims",
@@ -55,11 +59,13 @@ class Claims:
         batch_size: int,
         sampler: Sampler | None,
         sampling: dict[str, Any],
+        producer: Producer | None = None,
     ) -> Sequence[int]:
         """Indexes that the sampler chose; those that it consumes are taken for good.
 
-        With dp_rank and batch_index among the sampling arguments the answer is remembered, and
-        every process that asks for the same gets the same.
+        Or, for a producer, until it dies without having finished them. With dp_rank and batch_index
+        among the sampling arguments the answer is remembered, and every process that asks for the
+        same gets the same; so a death loses nothing, and the producer has no lease.
         """
         rank, batch = sampling.get("dp_rank"), sampling.get("batch_index")
         place = None if rank is None or batch is None else (int(rank), int(batch))
@@ -70,15 +76,17 @@ class Claims:
                 if known is not None:
                     return known
                 view = self.books.view(task, partition, fields)
-                look = Look(tx, self.books, self.reads, task, partition)
+                look = Look(tx, self.books, self.reads, task, partition, fields)
                 sampled, consumed = self._sample(view, batch_size, sampler, sampling, look)
                 if not sampled and not consumed and not look.changes:
                     return []
                 number = self.books.task_id(tx, task, partition)
                 dropped = look.enter(tx, number)
                 taken = set_of(consumed) | dropped
+                if producer is not None and place is None:
+                    producer.lease(tx, number, set_of(sampled) & taken & view.available)
                 seq = take(tx, number, taken)
-                if place is not None:
+                if place is not None and (sampled or consumed):
                     tx.execute(
                         "INSERT INTO rank_batches VALUES (?, ?, ?, ?, ?, ?)",
                         (number, *place, *pack_list(sampled)),
@@ -143,7 +151,7 @@ class Claims:
         self._epochs[place] = epoch
 
     def mark(self, task: str, partition: str, indexes: Sequence[int]) -> None:
-        """Take these samples for the task, whoever decided it.
+        """Take these samples for the task, whoever decided it. Of none, make the task known.
 
         Raises KeyError naming indexes that the partition does not hold.
         """
@@ -156,8 +164,10 @@ class Claims:
                     f" {unknown}, so task {task!r} cannot have consumed them."
                 )
             members = set_of(indexes)
+            number = self.books.task_id(tx, task, partition)
             if members:
-                take(tx, self.books.task_id(tx, task, partition), members)
+                take(tx, number, members)
+                finish(tx, members, task=number)
 
     def reset(self, task: str, partition: str) -> None:
         """Forget all that the task has taken in the partition."""
@@ -168,6 +178,7 @@ class Claims:
                 return
             for table in TABLES_OF_A_TASK:
                 tx.execute(f"DELETE FROM {table} WHERE task = ?", (known.id,))
+            tx.execute("DELETE FROM meta WHERE key IN ('doomed', 'doomed_at')")
             tx.execute("UPDATE tasks SET epoch = epoch + 1, cursor = 0 WHERE id = ?", (known.id,))
 
     def fold(self, tx: sqlite3.Connection, most: int) -> None:
@@ -208,3 +219,16 @@ def replace_taken(tx: sqlite3.Connection, task: Task, taken: BitMap64) -> None:
     tx.execute("DELETE FROM claims WHERE task = ?", (task.id,))
     tx.execute("INSERT OR REPLACE INTO consumed VALUES (?, ?, ?)", (task.id, 0, taken.serialize()))
     tx.execute("UPDATE tasks SET epoch = epoch + 1 WHERE id = ?", (task.id,))
+
+
+def give_back(tx: sqlite3.Connection, books: Books, producers: Sequence[str]) -> bool:
+    """Make available again what producers have not finished; whether there was anything.
+
+    Once in a transaction, after a refresh of the books, with the commit lock held and notes
+    settled: a commit that was under way may have finished some of it.
+    """
+    returned = withdraw(tx, producers)
+    for task in books.tasks.values():
+        if task.id in returned:
+            replace_taken(tx, task, task.taken - returned[task.id])
+    return bool(returned)

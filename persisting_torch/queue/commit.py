@@ -11,19 +11,24 @@ import base64
 import json
 import sqlite3
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pyarrow as pa
+from lance.fragment import FragmentMetadata
 from pyroaring import BitMap64
 
 from persisting_torch.queue.books import Books
-from persisting_torch.queue.buffer import Arrivals, Composed
+from persisting_torch.queue.buffer import Arrivals, Composed, Names
 from persisting_torch.queue.late import LateBatch
+from persisting_torch.queue.leases import finish
 from persisting_torch.queue.ledger import Ledger
 from persisting_torch.queue.locks import FileLock
 from persisting_torch.queue.sets import Packed, pack_set, unpack_set
 from persisting_torch.queue.storage import RowStore
+
+if TYPE_CHECKING:
+    from persisting_torch.queue.producers import Finishing
 
 
 @dataclass
@@ -46,15 +51,29 @@ class Committer:
         }
         with self.lock:
             self.recover()
-            self._commit("data", composed.table, note, composed.arrivals)
+            table = composed.table
+            self._commit(
+                "data", len(table), lambda: self.rows.append(table), note, composed.arrivals
+            )
 
     def append_late(
-        self, late: LateBatch, partition: str, keys: list[tuple[str, str, int, str | None]]
-    ) -> None:
-        """Commit fields of samples that exist already; likewise."""
+        self,
+        late: LateBatch,
+        partition: str,
+        keys: list[tuple[str, str, int, str | None]],
+        finishing: Finishing,
+    ) -> int:
+        """Commit fields of samples that exist already; likewise. Returns the first late row.
+
+        What that finishes is entered with it. Raises StaleOwner where it is nobody's to finish.
+        """
         note = {
             "late": [(names, len(indexes)) for names, indexes in late.arrivals],
             "keys": keys,
+            "finished": [
+                (producer.name, *_as_text(pack_set(members)))
+                for producer, members in finishing.parts
+            ],
             "writer": self.writer,
         }
         arrivals: Arrivals = {}
@@ -62,14 +81,54 @@ class Committer:
             arrivals[partition, names] = BitMap64(indexes.tolist())
         with self.lock:
             self.recover()
-            self._commit("late", late.table, note, arrivals)
+            table = late.table
+            return self._commit(
+                "late",
+                len(table),
+                lambda: self.late.append(table),
+                note,
+                arrivals,
+                finishing.check,
+            )
 
-    def _commit(self, which: str, table: pa.Table, note: dict[str, Any], came: Arrivals) -> None:
+    def append_kept(
+        self,
+        fragments: list[FragmentMetadata],
+        kept: list[tuple[Names, int]],
+        gone: list[int],
+        version: int,
+    ) -> None:
+        """Enter that rows have left `late`, with the lock held and notes settled.
+
+        `gone` are the numbers of the ledger's rows in `late`. What they held is in this `version`
+        of data.lance or later, or in the rows of `fragments`, written to late.lance, which are
+        committed for it: `kept` has (names, how many rows hold just these) in their order.
+        """
+        note: dict[str, Any] = {"late": kept, "keys": [], "gone": gone, "folded": version}
+        if fragments:
+            count = sum(length for _, length in kept)
+            self._commit("late", count, lambda: self.late.append_written(fragments), note, {})
+        else:
+            with self.ledger.transaction() as tx:
+                self.books.refresh(tx)
+                self._enter(tx, "late", 0, note | {"arrivals": []})
+
+    def _commit(
+        self,
+        which: str,
+        count: int,
+        append: Callable[[], None],
+        note: dict[str, Any],
+        came: Arrivals,
+        check: Callable[[sqlite3.Connection], None] | None = None,
+    ) -> int:
         store = self._store(which)
         store.refresh()
         first_row = store.rows
         with self.ledger.transaction() as tx:
             self.books.refresh(tx)
+            if check is not None:
+                check(tx)
             note["arrivals"] = [
                 (
                     self.books.partition_id(tx, partition),
@@ -84,11 +143,12 @@ class Committer:
             ]
             tx.execute(
                 "INSERT INTO pending VALUES (?, ?, ?, ?)",
-                (which, first_row, len(table), json.dumps(note)),
+                (which, first_row, count, json.dumps(note)),
             )
-        store.append(table)
+        append()
         with self.ledger.transaction() as tx:
             self._enter(tx, which, first_row, note)
+        return first_row
 
     def _store(self, which: str) -> RowStore:
         return self.rows if which == "data" else self.late
@@ -118,22 +178,28 @@ class Committer:
                 first_row += length
         else:
             for names, length in note["late"]:
-                tx.execute(
-                    "INSERT INTO late (field_set, first_row, count) VALUES (?, ?, ?)",
-                    (self.books.field_set_id(tx, tuple(names)), first_row, length),
-                )
+                if names:
+                    tx.execute(
+                        "INSERT INTO late (field_set, first_row, count) VALUES (?, ?, ?)",
+                        (self.books.field_set_id(tx, tuple(names)), first_row, length),
+                    )
                 first_row += length
+            if "gone" in note:
+                _enter_fold(tx, note["gone"], note["folded"])
         for partition, field_set, first, length, members in note["arrivals"]:
             _enter_arrival(tx, partition, field_set, *_from_text(first, length, members))
+        for producer, *packed in note.get("finished", ()):
+            finish(tx, unpack_set(*_from_text(*packed)), producer=producer)
         tx.executemany(
             "INSERT INTO keys VALUES (?, ?, ?, ?) ON CONFLICT (partition, key)"
             " DO UPDATE SET tag = coalesce(excluded.tag, tag)",
             note["keys"],
         )
-        tx.executemany(
-            "INSERT OR REPLACE INTO meta VALUES (?, ?)",
-            (("last_put", time.time()), ("last_writer", note["writer"])),
-        )
+        if "writer" in note:
+            tx.executemany(
+                "INSERT OR REPLACE INTO meta VALUES (?, ?)",
+                (("last_put", time.time()), ("last_writer", note["writer"])),
+            )
         tx.execute("DELETE FROM pending WHERE store = ?", (which,))
 
 
@@ -149,6 +215,18 @@ def _enter_run(tx: sqlite3.Connection, first_index: int, count: int, first_row: 
     tx.execute(
         "INSERT INTO runs (first_index, count, first_row) VALUES (?, ?, ?)",
         (first_index, count, first_row),
+    )
+
+
+def _enter_fold(tx: sqlite3.Connection, gone: list[int], version: int) -> None:
+    tx.executemany("DELETE FROM late WHERE seq = ?", [(seq,) for seq in gone])
+    tx.execute(
+        "INSERT INTO meta VALUES ('folded', 1) ON CONFLICT (key) DO UPDATE SET value = value + 1"
+    )
+    tx.execute(
+        "INSERT INTO meta VALUES ('folded_version', ?)"
+        " ON CONFLICT (key) DO UPDATE SET value = max(value, excluded.value)",
+        (version,),
     )
 
 

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from persisting_torch.errors import WaitTimeout
 from persisting_torch.queue.assignments import Assignment, End, Last, Order
-from persisting_torch.queue.look import Sampler
-from persisting_torch.queue.producers import check_producers
+from persisting_torch.queue.look import Sampler, needs_of
+from persisting_torch.queue.pacing import check_order, puts_wait
+from persisting_torch.queue.producers import Vigil
 from persisting_torch.queue.waiting import News
 
 if TYPE_CHECKING:
@@ -23,12 +24,11 @@ log = logging.getLogger(__name__)
 
 LONGEST_WAIT_SECONDS = 1800.0
 FIRST_NOTICE_SECONDS = 30.0
-PRODUCER_CHECK_SECONDS = 1.0
 
 
 @dataclass
 class Demand:
-    """What one task asks for: dp_size slices of batch_size samples with certain fields."""
+    """What one task asks for: dp_size slices of batch_size samples (or what the sampler counts)."""
 
     engine: Engine
     task: str
@@ -39,7 +39,6 @@ class Demand:
     last: Last
     sampler: Sampler | None
     sampling: dict[str, Any] = field(default_factory=dict)
-    _check_due: float = 0.0
     _began: float = 0.0
     _patience: float = FIRST_NOTICE_SECONDS
 
@@ -47,12 +46,12 @@ class Demand:
         """Global batch k, None at the end of a sealed partition or when `stop` is set.
 
         Says in the log what is missing after 30 s, a minute, two, ... Raises WaitTimeout after
-        `limit` seconds, ProducerFailed when no producer is left.
+        `limit` seconds, ProducerFailed when no producer is left, QueueFull when the producers
+        wait for room until this task has taken what it cannot take without more.
         """
         engine = self.engine
         deadline = time.monotonic() + limit
-        news = News(engine.hub, engine.ledger)
-        self._check_due = time.monotonic() + PRODUCER_CHECK_SECONDS
+        news, vigil = News(engine.hub, engine.ledger), Vigil(engine.producers)
         self._began = time.monotonic()
         self._patience = FIRST_NOTICE_SECONDS
         while True:
@@ -61,7 +60,7 @@ class Demand:
             found = engine.assignments.assignment(order, k)
             if isinstance(found, Assignment):
                 return found
-            if found is End or not self._wait_for_news(news, order, deadline, limit, stop):
+            if found is End or not self._wait_for_news(news, vigil, order, deadline, limit, stop):
                 return None
 
     def recut(self, k: int) -> None:
@@ -72,7 +71,7 @@ class Demand:
         return Order(
             self.task,
             self.partition,
-            self.engine.needed(self.fields),
+            self.engine.needed([*(self.fields or ()), *needs_of(self.sampler)]),
             self.batch_size,
             self.dp_size,
             self.last,
@@ -83,6 +82,7 @@ class Demand:
     def _wait_for_news(
         self,
         news: News,
+        vigil: Vigil,
         order: Order,
         deadline: float,
         limit: float,
@@ -91,15 +91,14 @@ class Demand:
         patience = getattr(self.sampler, "recheck_seconds", None)
         again = math.inf if patience is None else time.monotonic() + patience
         while True:
-            fresh = news.wait(min(deadline, self._check_due, again), stop)
+            fresh = news.wait(min(deadline, vigil.due, again), stop)
             now = time.monotonic()
             if stop is not None and stop.is_set():
                 return False
             if now >= deadline:
                 raise WaitTimeout(self._what_is_missing(order, limit))
-            if now >= self._check_due:
-                check_producers(self.engine.ledger)
-                self._check_due = now + PRODUCER_CHECK_SECONDS
+            if vigil.watch():
+                check_order(self.engine, order)
                 if now - self._began >= self._patience:
                     log.warning("still waiting: %s", self._what_is_missing(order, self._patience))
                     self._patience *= 2
@@ -115,6 +114,7 @@ class Demand:
             lacking = engine.books.lacking(view)
             ready = len(view.available)
             last = dict(tx.execute("SELECT key, value FROM meta WHERE key LIKE 'last_%'"))
+            pace = puts_wait(tx)
         asked = f" with fields {', '.join(sorted(order.fields))}" if order.fields else ""
         lacks = "".join(f", {count} lack {name}" for name, count in lacking.items())
         if "last_put" in last:
@@ -122,9 +122,12 @@ class Demand:
             since = f"last put {time.time() - last['last_put']:.0f} s ago{by}"
         else:
             since = "nothing was ever put"
+        if pace is not None:
+            since += f"; puts wait for room, their capacity is {pace.capacity}"
         return (
-            f"waited {waited:g} s for {order.size} samples of"
-            f" {engine.place.queue}/{order.partition}{asked} for task {order.task!r}; {ready} ready"
+            f"waited {waited:g} s for {order.size} {order.unit} of"
+            f" {engine.place.queue}/{order.partition}{asked} for task {order.task!r}; {ready}"
+            f"{'' if order.unit == 'samples' else ' samples'} ready"
             f"{lacks}{self._what_the_sampler_misses()}; {since}."
             " Start or check the producers, seal the partition if no more will come, or raise"
             " timeout."

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -21,12 +21,14 @@ class Depth:
     untaken: not taken, whatever fields they lack.
     assigned: taken, and not yet consumed for good: read ahead, in training, or in batches that no
         checkpoint on disk counts yet. 0 for a task that claims by `get_meta`.
+    dropped: let go untrained ever since, by reason: "stale", "late", ...
     """
 
     put: int = 0
     ready: int = 0
     untaken: int = 0
     assigned: int = 0
+    dropped: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def lag(self) -> int:
@@ -61,6 +63,7 @@ class Gauge:
                 ready=len(books.view(self.task, self.partition, needed).available),
                 untaken=len(present if task is None else present - task.taken),
                 assigned=0 if task is None else _assigned(tx, task.id, task.cursor),
+                dropped={} if task is None else {r: len(gone) for r, gone in task.dropped.items()},
             )
 
 

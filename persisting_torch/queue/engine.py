@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import lance
@@ -29,18 +29,21 @@ from persisting_torch.queue.assignments import Assignment, Assignments, Last
 from persisting_torch.queue.books import Books
 from persisting_torch.queue.claims import Claims
 from persisting_torch.queue.commit import Committer
+from persisting_torch.queue.custom import CustomMeta
 from persisting_torch.queue.demand import LONGEST_WAIT_SECONDS, Demand
 from persisting_torch.queue.intake import Intake
+from persisting_torch.queue.keep import Retention, store_retention
 from persisting_torch.queue.late import LateFields
 from persisting_torch.queue.lease import RENEW_SECONDS, end_lease, renew_lease, take_lease
 from persisting_torch.queue.ledger import Ledger
 from persisting_torch.queue.locks import FileLock
-from persisting_torch.queue.look import Sampler
+from persisting_torch.queue.look import Look, Sampler, needs_of
 from persisting_torch.queue.meta import BatchMeta
 from persisting_torch.queue.metrics import Metrics
 from persisting_torch.queue.names import check_name
+from persisting_torch.queue.pacing import Pace
 from persisting_torch.queue.place import Place
-from persisting_torch.queue.producers import beat, producing
+from persisting_torch.queue.producers import ROUND_SECONDS, Producers
 from persisting_torch.queue.reads import Reads, check_range
 from persisting_torch.queue.runs import Int64s
 from persisting_torch.queue.storage import RowStore
@@ -63,13 +66,14 @@ class Engine:
         durability: str = "flush",
         allow_pickle: bool = True,
         zerocopy_mode: ZeroCopyMode = "auto",
-        capacity: int | None = None,
+        pace: Pace | None = None,
         enable_metrics: bool = False,
+        retention: Retention | None = None,
     ) -> None:
         lifecycle.check_process(f"queue {place.queue!r}")
         self.place = place
         self.auto_flush_interval_sec = auto_flush_interval_sec
-        self.capacity = capacity
+        self.pace = pace or Pace()
         self.metrics = Metrics(enable_metrics)
         fsync = durability == "fsync"
         self.commit_lock = FileLock(place.commit_lock)
@@ -81,7 +85,7 @@ class Engine:
             self.ledger = Ledger(place)
         self.books = Books(self.ledger)
         self.rows = RowStore(place.data, fsync=fsync)
-        self.late = LateFields(RowStore(place.late, fsync=fsync), self.books)
+        self.late = LateFields(RowStore(place.late, fsync=fsync), self.rows, self.books)
         self.intake = Intake(
             self.ledger,
             self.books,
@@ -97,16 +101,20 @@ class Engine:
             self.ledger, self.books, self.rows, self.late, zerocopy_mode, allow_pickle
         )
         self.claims = Claims(self.ledger, self.books, self.reads)
+        self.custom = CustomMeta(self.ledger, self.books)
         self.assignments = Assignments(self.ledger, self.books, self.reads)
         self.tending = Tending(self)
         self.writes = Writes(self)
         self._error: BaseException | None = None
         self._lease_due = time.monotonic() + RENEW_SECONDS
-        self._producers = 0
+        self.producers = Producers(self.committer, self.hub)
         self._closing = threading.RLock()
         if place.writable:
             with self.commit_lock:
                 self.committer.recover()
+            if retention is not None:
+                with self.ledger.transaction() as tx:
+                    store_retention(tx, retention)
         with self.ledger.reading() as tx:
             self.books.refresh(tx)
         lifecycle.register(self)
@@ -178,12 +186,14 @@ class Engine:
     def to_lance(self) -> lance.LanceDataset:
         """The rows as a Lance dataset, with what waits flushed and what is cleared gone.
 
-        Fields that arrived late are in a dataset of their own, `late.lance`.
+        Fields that arrived late are folded into the rows first. On a queue that this process may
+        only read, those that upkeep has not folded yet are in a dataset of their own, `late.lance`.
         """
         self.check_open()
         if self.place.writable:
             self.flush()
             self.tending.remove_cleared()
+            self.tending.fold_all()
         if not self.rows.exists():
             raise PersistingError(
                 f"queue {self.place.queue!r} has no rows yet. Put and flush some first."
@@ -199,6 +209,14 @@ class Engine:
             self.books.refresh(tx)
             ready = self.books.ready_whoever_took(partition, needed)
             return np.array(ready.to_array(), dtype=np.int64)
+
+    def list_all(self, partition: str, sampler: Any, samples: Int64s) -> list[list[int]]:
+        """The episodes, or whatever the sampler counts, that these samples make up, each a list."""
+        with self.ledger.reading() as tx:
+            self.books.refresh(tx)
+            look = Look(tx, self.books, self.reads, "", partition)
+            listed: list[list[int]] = sampler.list_all(samples.tolist(), look)
+            return listed
 
     def needed(self, fields: Sequence[str] | None) -> frozenset[str]:
         """The fields that a sample must have to be ready, as stored."""
@@ -225,15 +243,33 @@ class Engine:
             self.books.follow()
         names = self.reads.names_of(fields)
         needed = frozenset(names) if fields else frozenset()
-        if self.intake.buffer.chunks and (
+        needed |= self.needed(needs_of(sampler))
+        if self.writes.samples_waiting and (
             sampler is not None or self.claims.available(task, partition, needed) < batch_size
         ):
             self.writes.flush_partition(partition)
         check_name(task, "task_name")
         with self.metrics.timed("claim"):
-            chosen = self.claims.claim(task, partition, needed, batch_size, sampler, sampling or {})
+            chosen = self._choose(task, partition, needed, batch_size, sampler, sampling or {})
         self.metrics.count("claimed", len(chosen))
-        return BatchMeta(chosen, partition, names)
+        return BatchMeta(chosen, partition, names, self.custom.of(chosen))
+
+    def _choose(
+        self,
+        task: str,
+        partition: str,
+        needed: frozenset[str],
+        batch_size: int,
+        sampler: Sampler | None,
+        sampling: dict[str, Any],
+    ) -> Sequence[int]:
+        producers = self.producers
+        order = (task, partition, needed, batch_size, sampler, sampling, producers.current())
+        chosen = self.claims.claim(*order)
+        if len(chosen) < batch_size and producers.reclaim() and not chosen:
+            chosen = self.claims.claim(*order)
+        producers.claimed(chosen)
+        return chosen
 
     def claim_batch(
         self,
@@ -264,6 +300,7 @@ class Engine:
         self.check_open(writing=True)
         self.writes.flush_partition(partition)
         self.claims.mark(check_name(task, "task_name"), partition, indexes)
+        self.producers.marked(task, partition, indexes)
 
     def reset(self, task: str, partition: str) -> None:
         """Forget all that the task has taken in the partition."""
@@ -354,6 +391,14 @@ class Engine:
         self.check_open(writing=True)
         self.assignments.commit_cursor(task, partition, k)
 
+    def note_checkpoint(self, task: str, partition: str, path: str, k: int) -> None:
+        """What is at this path (absolute, or a URL) may be resumed from batch k of the task.
+
+        As long as it is there, retention keeps the batches from k on.
+        """
+        self.check_open(writing=True)
+        self.assignments.note_checkpoint(task, partition, path, k)
+
     def books_of(self, task: str, partition: str) -> dict[str, int]:
         """How often each sample of the partition is in a committed global batch of the task.
 
@@ -374,6 +419,7 @@ class Engine:
             put = 0 if known is None else len(known.arrived)
             consumer = self.books.tasks.get((task, partition))
             dropped = 0 if consumer is None else consumer.let_go
+        trained += self.assignments.past(task, partition)
         counts = np.unique(np.array(trained, dtype=np.int64), return_counts=True)[1]
         return {
             "put": put,
@@ -385,20 +431,11 @@ class Engine:
 
     # Producers
 
-    @contextmanager
-    def producer(self, name: str) -> Iterator[None]:
+    def producer(self, name: str, *, essential: bool = False) -> AbstractContextManager[None]:
         """Registers a producer while the block runs; what it put is flushed at the end."""
         self.check_open(writing=True)
         check_name(name, "producer name")
-        self.committer.writer = name
-        self._producers += 1
-        try:
-            with producing(self.ledger, name):
-                yield
-                self.flush()
-        finally:
-            self._producers -= 1
-            self.hub.notify()
+        return self.producers.block(name, essential, self.flush)
 
     # Now and then
 
@@ -407,11 +444,10 @@ class Engine:
         now = time.monotonic()
         turns = [1.0]
         try:
+            self.producers.beat()
             if self.place.writable and now >= self._lease_due:
                 self._lease_end = renew_lease(self.ledger, id(self))
                 self._lease_due = now + RENEW_SECONDS
-            if self._producers:
-                beat(self.ledger)
             interval = self.auto_flush_interval_sec
             if interval > 0:
                 oldest = self.intake.buffer.oldest
@@ -419,6 +455,7 @@ class Engine:
                     self.writes.flush()
                 turns.append(max(0.005, min(interval / 4, 0.25)))
             self.tending.tick()
+            self.producers.reclaim(ROUND_SECONDS)
         except (QueueClosed, StaleOwner):
             pass  # those who use the queue are told, too
         except Exception as error:

@@ -76,7 +76,7 @@ class Intake:
             zerocopy_mode=self.zerocopy_mode,
         )
         with self.lock:
-            self._check_partition(partition)
+            self.check_partition(partition)
             new = new_types(row, self.books.schema)
             if new:
                 self.admit(new)
@@ -98,7 +98,7 @@ class Intake:
         """Many samples with consecutive indexes, all or none of them."""
         rows = self.snapshot(records)
         with self.lock:
-            self._check_partition(partition)
+            self.check_partition(partition)
             self.admit_records(rows)
             first = self._indexes(len(rows))
             chunk = Chunk(partition, first, rows)
@@ -117,7 +117,7 @@ class Intake:
         if batch.length < self.batch_size:
             batch = detach(batch)
         with self.lock:
-            self._check_partition(partition)
+            self.check_partition(partition)
             self.admit_batch(batch)
             first = self._indexes(batch.length)
             chunk = Chunk(partition, first, batch=batch)
@@ -172,7 +172,8 @@ class Intake:
             self._closed = False
             raise
 
-    def _check_partition(self, partition: str) -> None:
+    def check_partition(self, partition: str) -> None:
+        """Raise unless samples may be put there: QueueSealed, QueueClosed."""
         if self._closed:
             raise QueueClosed(
                 f"queue {self.books.schema.queue!r} is being closed by another thread: nothing more"

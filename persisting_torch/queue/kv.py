@@ -6,11 +6,13 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from tensordict import TensorDict, TensorDictBase
 
 from persisting_torch.errors import SchemaError
 from persisting_torch.queue.meta import BatchMeta
 from persisting_torch.queue.names import check_name
+from persisting_torch.queue.sets import set_of
 from persisting_torch.queue.threads import in_thread, undisturbed
 
 if TYPE_CHECKING:
@@ -46,13 +48,14 @@ class KVInterface:
         data: dict[str, Any] | TensorDictBase | None,
         partition_id: str,
         tag: Tag | None = None,
-    ) -> None:
+    ) -> BatchMeta:
         """Put one sample under a key; on a known key, update the given fields and keep the others.
 
-        With data=None only the tag is updated. Raises SchemaError for a value or tag that cannot
-        be stored, KeyError for data=None with an unknown key.
+        With data=None only the tag is updated. Returns the metadata of the sample, with the fields
+        and the tag given. Raises SchemaError for a value or tag that cannot be stored, KeyError for
+        data=None with an unknown key.
         """
-        await in_thread(self.sync.kv_put, key, data, partition_id, tag)
+        return await in_thread(self.sync.kv_put, key, data, partition_id, tag)
 
     async def kv_batch_put(
         self,
@@ -60,28 +63,48 @@ class KVInterface:
         data: Sequence[dict[str, Any]] | TensorDictBase | None,
         partition_id: str,
         tags: Sequence[Tag | None] | None = None,
-    ) -> None:
+    ) -> BatchMeta:
         """Put a sample under each key: a list of dicts, or a TensorDict of batch size [len(keys)].
 
-        Known keys are updated; new ones are put, when a queue with a capacity has room. Raises as
-        kv_put does.
+        Known keys are updated; new ones are put, when a queue with a capacity has room. Returns the
+        metadata of the samples, in the order of the keys. Raises as kv_put does.
         """
-        await in_thread(self.sync.kv_batch_put, keys, data, partition_id, tags)
+        return await in_thread(self.sync.kv_batch_put, keys, data, partition_id, tags)
 
     async def kv_batch_get(
-        self, keys: Sequence[str], partition_id: str, fields: Sequence[str] | None = None
+        self,
+        keys: str | Sequence[str],
+        partition_id: str,
+        fields: str | Sequence[str] | None = None,
     ) -> TensorDict:
         """The samples of these keys, in their order, as a TensorDict of batch size [len(keys)].
 
-        Raises KeyError naming unknown keys.
+        A single key or field may be given as it is. Raises KeyError naming unknown keys.
         """
         return await in_thread(self.sync.kv_batch_get, keys, partition_id, fields)
+
+    async def kv_meta(
+        self,
+        keys: str | Sequence[str],
+        partition_id: str,
+        fields: Sequence[str] | None = None,
+    ) -> BatchMeta:
+        """The metadata of the samples of these keys, in their order, the tags as `custom_meta`.
+
+        It names `fields`; with None, all fields that every one of the samples has. Raises KeyError
+        naming unknown keys.
+        """
+        return await in_thread(self.sync.kv_meta, keys, partition_id, fields)
+
+    async def kv_keys(self, global_indexes: int | Sequence[int], partition_id: str) -> list[str]:
+        """The keys of these samples, in their order. Raises KeyError for those without one."""
+        return await in_thread(self.sync.kv_keys, global_indexes, partition_id)
 
     async def kv_list(self, partition_id: str) -> list[tuple[str, Tag | None]]:
         """All keys of a partition with their tags, sorted by key."""
         return await in_thread(self.sync.kv_list, partition_id)
 
-    async def kv_clear(self, keys: Sequence[str], partition_id: str) -> None:
+    async def kv_clear(self, keys: str | Sequence[str], partition_id: str) -> None:
         """Remove keys and their samples for good. Raises KeyError naming unknown keys."""
         await in_thread(self.sync.kv_clear, keys, partition_id)
 
@@ -99,14 +122,14 @@ class SyncKV:
         data: dict[str, Any] | TensorDictBase | None,
         partition_id: str,
         tag: Tag | None = None,
-    ) -> None:
+    ) -> BatchMeta:
         """See KVInterface.kv_put."""
         rows: list[dict[str, Any]] | TensorDictBase | None
         if isinstance(data, TensorDictBase):
             rows = data.unsqueeze(0) if not data.batch_dims else data
         else:
             rows = None if data is None else [data]
-        self.kv_batch_put([key], rows, partition_id, None if tag is None else [tag])
+        return self.kv_batch_put([key], rows, partition_id, None if tag is None else [tag])
 
     def kv_batch_put(
         self,
@@ -114,17 +137,61 @@ class SyncKV:
         data: Sequence[dict[str, Any]] | TensorDictBase | None,
         partition_id: str,
         tags: Sequence[Tag | None] | None = None,
-    ) -> None:
+    ) -> BatchMeta:
         """See KVInterface.kv_batch_put."""
-        undisturbed(self._put, list(keys), data, partition_id, tags)
+        put: BatchMeta = undisturbed(self._put, list(keys), data, partition_id, tags)
+        if tags is not None:
+            put.update_custom_meta([tag or {} for tag in tags])
+        return put
 
     def kv_batch_get(
-        self, keys: Sequence[str], partition_id: str, fields: Sequence[str] | None = None
+        self,
+        keys: str | Sequence[str],
+        partition_id: str,
+        fields: str | Sequence[str] | None = None,
     ) -> TensorDict:
         """See KVInterface.kv_batch_get."""
-        known = self.find(keys, partition_id)
-        _refuse_unknown(keys, known, self.queue.name, partition_id)
-        return self._engine.read_batch(partition_id, [known[key] for key in keys], fields)
+        indexes = self._indexes(keys, partition_id)
+        names = [fields] if isinstance(fields, str) else fields
+        return self._engine.read_batch(partition_id, indexes, names)
+
+    def kv_meta(
+        self,
+        keys: str | Sequence[str],
+        partition_id: str,
+        fields: Sequence[str] | None = None,
+    ) -> BatchMeta:
+        """See KVInterface.kv_meta."""
+        indexes = self._indexes(keys, partition_id)
+        if fields is None:
+            with self._engine.ledger.lock:
+                having = self._engine.books.partitions[partition_id].having.items()
+                fields = [name for name, members in having if set_of(indexes) <= members]
+        return BatchMeta(indexes, partition_id, fields, self._engine.custom.of(indexes))
+
+    def kv_keys(self, global_indexes: int | Sequence[int], partition_id: str) -> list[str]:
+        """See KVInterface.kv_keys."""
+        indexes = [global_indexes] if isinstance(global_indexes, int) else list(global_indexes)
+        self._engine.check_open()
+        ask = (
+            "SELECT sample, key FROM keys JOIN partitions ON partitions.id = keys.partition"
+            " WHERE sample IN (SELECT value FROM json_each(?)) AND partitions.name = ?"
+        )
+        with self._engine.ledger.reading() as tx:
+            known = dict(tx.execute(ask, (json.dumps(indexes), partition_id)).fetchall())
+        without = [index for index in indexes if index not in known]
+        if without:
+            raise KeyError(
+                f"{self.queue.name}/{partition_id} has no keys for samples {without[:10]}."
+            )
+        return [known[index] for index in indexes]
+
+    def _indexes(self, keys: str | Sequence[str], partition: str) -> list[int]:
+        """The global indexes of keys, in their order; KeyError naming unknown ones."""
+        asked = [keys] if isinstance(keys, str) else list(keys)
+        known = self.find(asked, partition)
+        _refuse_unknown(asked, known, self.queue.name, partition)
+        return [known[key] for key in asked]
 
     def _put(
         self,
@@ -132,12 +199,12 @@ class SyncKV:
         data: Sequence[dict[str, Any]] | TensorDictBase | None,
         partition: str,
         tags: Sequence[Tag | None] | None,
-    ) -> None:
+    ) -> BatchMeta:
         texts = _texts(keys, tags)
         if data is None:
-            _refuse_unknown(keys, self.find(keys, partition), self.queue.name, partition)
+            indexes = self._indexes(keys, partition)
             self._tag(keys, partition, texts)
-            return
+            return BatchMeta(indexes, partition)
         if len(data) != len(keys):
             raise SchemaError(
                 f"queue {self.queue.name!r}: {len(data)} samples were given for {len(keys)} keys."
@@ -147,7 +214,7 @@ class SyncKV:
             self._engine.writes.await_room(partition)
         # Two processes that both find a key unknown would both put a sample for it.
         with self._engine.writes.alone():
-            self._put_samples(keys, data, partition, texts)
+            return self._put_samples(keys, data, partition, texts)
 
     def _put_samples(
         self,
@@ -155,21 +222,27 @@ class SyncKV:
         data: Sequence[dict[str, Any]] | TensorDictBase,
         partition: str,
         texts: list[str | None],
-    ) -> None:
+    ) -> BatchMeta:
         known = self.find(keys, partition)
         old = [at for at, key in enumerate(keys) if key in known]
         new = [at for at, key in enumerate(keys) if key not in known]
         if old and new:
             self._engine.writes.admit(data)
+            self._engine.producers.finishing(np.array([known[keys[at]] for at in old]))
+        fields: tuple[str, ...] = ()
         if new:
-            self._engine.writes.put_with_keys(
+            put = self._engine.writes.put_with_keys(
                 _pick(data, new), partition, [keys[at] for at in new], [texts[at] for at in new]
             )
+            known |= zip([keys[at] for at in new], put.global_indexes, strict=True)
+            fields = tuple(put.field_names)
         if old:
-            meta = BatchMeta([known[keys[at]] for at in old], partition)
-            self._engine.writes.put_fields(
+            meta = BatchMeta([known[keys[at]] for at in old], partition, fields)
+            meta = self._engine.writes.put_fields(
                 _pick(data, old), meta, [(keys[at], known[keys[at]], texts[at]) for at in old]
             )
+            fields = tuple(meta.field_names)
+        return BatchMeta([known[key] for key in keys], partition, fields)
 
     def find(self, keys: Sequence[str], partition: str) -> dict[str, int]:
         """The global indexes of those keys that the partition has."""
@@ -209,11 +282,9 @@ class SyncKV:
             ).fetchall()
         return [(key, None if tag is None else json.loads(tag)) for key, tag in rows]
 
-    def kv_clear(self, keys: Sequence[str], partition_id: str) -> None:
+    def kv_clear(self, keys: str | Sequence[str], partition_id: str) -> None:
         """See KVInterface.kv_clear."""
-        known = self.find(keys, partition_id)
-        _refuse_unknown(keys, known, self.queue.name, partition_id)
-        self._engine.clear(partition_id, [known[key] for key in keys])
+        self._engine.clear(partition_id, self._indexes(keys, partition_id))
 
 
 def _texts(keys: list[str], tags: Sequence[Tag | None] | None) -> list[str | None]:

@@ -28,6 +28,7 @@ from persisting_torch.queue.place import FORMAT, Place, raise_format
 
 LEDGER_FORMAT = 2
 BUSY_SECONDS = 60.0
+LARGEST_JOURNAL = 8 << 20  # bytes; somebody who reads for long may let it grow until that ends
 
 SINCE_FORMAT_2 = """CREATE TABLE dropped (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, task INTEGER NOT NULL, reason TEXT NOT NULL,
@@ -43,6 +44,7 @@ CREATE TABLE checkpoints (
     PRIMARY KEY (task, path)) WITHOUT ROWID;
 CREATE TABLE past (task INTEGER PRIMARY KEY, k INTEGER NOT NULL, members BLOB NOT NULL);
 CREATE TABLE clock (first_row INTEGER PRIMARY KEY, at REAL NOT NULL);
+CREATE TABLE custom (sample INTEGER PRIMARY KEY, note TEXT NOT NULL);
 """
 
 TABLES = f"""
@@ -175,6 +177,7 @@ class Ledger:
         )
         journal = "TRUNCATE" if self.place.network else "WAL"
         connection.execute(f"PRAGMA journal_mode = {journal}")
+        connection.execute(f"PRAGMA journal_size_limit = {LARGEST_JOURNAL}")
         full = self.fsync or self.place.network
         connection.execute(f"PRAGMA synchronous = {'FULL' if full else 'NORMAL'}")
         self._make_tables(connection)

@@ -6,6 +6,7 @@ import json
 import math
 import sqlite3
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -56,16 +57,25 @@ class Look:
     """
 
     def __init__(
-        self, tx: sqlite3.Connection, books: Books, reads: Reads, task: str, partition: str
+        self,
+        tx: sqlite3.Connection,
+        books: Books,
+        reads: Reads,
+        task: str,
+        partition: str,
+        fields: frozenset[str] = frozenset(),
     ) -> None:
         self.queue = books.ledger.place.queue
         self.task = task
         self.partition = partition
+        self.fields = fields
         self.dropped: dict[str, BitMap64] = {}
         self.noted: dict[str, Any] = {}
         self._tx = tx
         self._books = books
         self._reads = reads
+        self.over = self.sealed and not self.lacking
+        """Whether nothing worth waiting for will become ready any more."""
 
     @property
     def sealed(self) -> bool:
@@ -73,10 +83,27 @@ class Look:
         return self._books.is_sealed(self.partition)
 
     @property
+    def lacking(self) -> int:
+        """How many samples that the task has not taken lack fields which were asked for."""
+        ready = self._books.view(self.task, self.partition, self.fields).available
+        there = self._books.view(self.task, self.partition, frozenset()).available
+        return len(there) - len(ready)
+
+    @property
+    def opened(self) -> object:
+        """Stands for the queue as it is opened here, for what is remembered of it in memory."""
+        return self._books
+
+    @property
     def policy_version(self) -> int | None:
         """The newest policy version that was announced for the queue; None before the first."""
         newest = read_pointer(Path(self._books.ledger.place.root) / FOLDER)
         return None if newest is None else newest.version
+
+    def having(self, field: str) -> BitMap64:
+        """The partition's samples that have the field, taken ones too; to be left as it is."""
+        where = self._books.partitions.get(self.partition)
+        return BitMap64() if where is None else where.having.get(field, BitMap64())
 
     def values(self, field: str, indexes: Sequence[int] | Int64s | BitMap64) -> Values:
         """The field's value of each sample, in the order of the indexes.
@@ -101,12 +128,19 @@ class Look:
         if key in self.noted:
             return self.noted[key]
         task = self._books.tasks.get((self.task, self.partition))
-        if task is None:
+        if task is None or not self._remembers:
             return None
         found = self._tx.execute(
             "SELECT value FROM notes WHERE task = ? AND key = ?", (task.id, key)
         ).fetchone()
         return None if found is None else json.loads(found[0])
+
+    @cached_property
+    def _remembers(self) -> bool:
+        """Whether anything was noted before, for this task and partition."""
+        task = self._books.tasks[self.task, self.partition]
+        found = self._tx.execute("SELECT 1 FROM notes WHERE task = ? LIMIT 1", (task.id,))
+        return found.fetchone() is not None
 
     def note(self, key: str, value: Any) -> None:
         """Remember something that JSON can hold, durably; None forgets it."""
@@ -115,6 +149,22 @@ class Look:
     def drop(self, indexes: Sequence[int] | Int64s | BitMap64, reason: str) -> None:
         """Let samples go untrained: they count as consumed, and as dropped for this reason."""
         self.dropped[reason] = self.dropped.get(reason, BitMap64()) | set_of(_as_array(indexes))
+
+    def deal(
+        self,
+        sampler: Sampler,
+        ready: Sequence[int],
+        batch_size: int,
+        dp_size: int,
+        **where: Any,
+    ) -> list[list[int]]:
+        """The slices that another sampler makes of ready samples, as `deal` says."""
+        return deal(sampler, ready, batch_size, dp_size, self, **where)
+
+    @property
+    def gone(self) -> BitMap64:
+        """All samples that were dropped in this look."""
+        return BitMap64().union(*self.dropped.values())
 
     @property
     def changes(self) -> bool:
@@ -131,9 +181,19 @@ class Look:
                 )
         for reason, members in self.dropped.items():
             drop(tx, task, reason, members)
-        gone = BitMap64().union(*self.dropped.values())
+        gone = self.gone
         self.noted, self.dropped = {}, {}
         return gone
+
+
+def unit_of(sampler: Sampler | None) -> str:
+    """What a batch size counts: "samples", or what the sampler says that it counts."""
+    return getattr(sampler, "counts", "samples")
+
+
+def needs_of(sampler: Sampler | None) -> tuple[str, ...]:
+    """Fields without which a sample is not ready for this sampler."""
+    return tuple(getattr(sampler, "needs", ()))
 
 
 def drop(tx: sqlite3.Connection, task: int, reason: str, members: BitMap64) -> None:

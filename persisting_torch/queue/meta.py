@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from itertools import pairwise
 from operator import index
 from types import MappingProxyType
@@ -20,8 +21,9 @@ class BatchMeta:
     """Names samples of one partition; holds none of their data.
 
     `global_indexes` may be any sequence of int64; a range stays a range, anything else is kept at
-    8 bytes an index. `custom_meta`, where given, has one dict for each sample. Small, picklable,
-    comparable by value; selections and chunks are new objects.
+    8 bytes an index. `custom_meta`, where given, has one dict for each sample, `extra_info` is one
+    for the whole. Small, picklable, comparable by value; selections and chunks are new objects:
+    `meta[3]` and `meta[:8]`, too, are BatchMetas.
 
     Raises ValueError where `custom_meta` has another length than `global_indexes`.
 
@@ -32,7 +34,7 @@ class BatchMeta:
     [[40, 41, 42], [43, 44]]
     """
 
-    __slots__ = ("_custom_meta", "_fields", "_indexes", "_list", "partition_id")
+    __slots__ = ("_custom_meta", "_extra_info", "_fields", "_indexes", "_list", "partition_id")
 
     def __init__(
         self,
@@ -40,6 +42,7 @@ class BatchMeta:
         partition_id: str,
         field_names: Sequence[str] = (),
         custom_meta: Sequence[Mapping[str, Any]] | None = None,
+        extra_info: Mapping[str, Any] | None = None,
     ) -> None:
         self._indexes = (
             global_indexes if type(global_indexes) is range else _compact(global_indexes)
@@ -47,6 +50,7 @@ class BatchMeta:
         self._list: list[int] | None = None
         self.partition_id = partition_id
         self._fields = tuple(field_names)
+        self._extra_info = dict(extra_info) if extra_info else None
         self._custom_meta: list[dict[str, Any]] | None = None
         if custom_meta is not None:
             if len(custom_meta) != len(self._indexes):
@@ -81,6 +85,13 @@ class BatchMeta:
         return self._custom_meta
 
     @property
+    def extra_info(self) -> dict[str, Any]:
+        """What was noted about the samples as a whole; changes to it are kept."""
+        if self._extra_info is None:
+            self._extra_info = {}
+        return self._extra_info
+
+    @property
     def samples(self) -> Samples:
         """The samples one by one: `meta.samples[3].global_index`."""
         return Samples(self)
@@ -103,14 +114,24 @@ class BatchMeta:
                 f"no field {', '.join(map(repr, unknown))} in this meta of partition"
                 f" {self.partition_id!r}; it has {', '.join(map(repr, self._fields)) or 'none'}."
             )
-        return BatchMeta(
-            self._indexes, self.partition_id, tuple(dict.fromkeys(field_names)), self._custom_meta
-        )
+        return self._with(tuple(dict.fromkeys(field_names)))
 
     def with_fields(self, field_names: Sequence[str]) -> BatchMeta:
         """The same samples with these fields too, after those that it has."""
-        names = tuple(dict.fromkeys([*self._fields, *field_names]))
-        return BatchMeta(self._indexes, self.partition_id, names, self._custom_meta)
+        return self._with(tuple(dict.fromkeys([*self._fields, *field_names])))
+
+    def update_custom_meta(self, custom_meta: Sequence[Mapping[str, Any]]) -> None:
+        """Add these entries to those that the samples have: one dict for each sample, in order.
+
+        Raises ValueError, changing nothing, where there are not as many dicts as samples.
+        """
+        if len(custom_meta) != self.size:
+            raise ValueError(
+                f"{len(custom_meta)} dicts were given for {self.size} samples of partition"
+                f" {self.partition_id!r}. Give one for each sample, empty where there is nothing."
+            )
+        for entry, more in zip(self.custom_meta, custom_meta, strict=True):
+            entry.update(more)
 
     def select_samples(self, positions: Iterable[SupportsIndex]) -> BatchMeta:
         """The samples at these positions, in this order; a position may come more than once.
@@ -131,6 +152,7 @@ class BatchMeta:
             self.partition_id,
             self._fields,
             None if custom is None else [custom[place] for place in places],
+            self._extra_info,
         )
 
     def chunk(self, chunks: int) -> list[BatchMeta]:
@@ -145,11 +167,30 @@ class BatchMeta:
         ends = [each * n + min(n, remainder) for n in range(chunks + 1)]
         return [self._cut(slice(*bounds)) for bounds in pairwise(ends)]
 
+    def union(self, other: BatchMeta) -> BatchMeta:
+        """The same samples with the fields of both; where their notes differ, the other's count.
+
+        A meta without samples adds nothing. Raises ValueError where they name other samples.
+        """
+        if not (self.size and other.size):
+            return copy(self if self.size else other)
+        if self.partition_id != other.partition_id or not _same(self._indexes, other._indexes):
+            raise ValueError(
+                f"cannot unite metas of different samples: {self!r} and {other!r}. Bring them to"
+                " the same samples, in the same order, with select_samples."
+            )
+        joined = self.with_fields(other._fields)
+        joined.extra_info.update(other.extra_info)
+        if other._custom_meta is not None:
+            joined.update_custom_meta(other._custom_meta)
+        return joined
+
     @classmethod
     def concat(cls, metas: Sequence[BatchMeta]) -> BatchMeta:
         """The samples of all the metas, in order; empty ones are passed over.
 
-        Raises ValueError where there is no meta, or where partitions or fields differ.
+        Raises ValueError where there is no meta, or where partitions, fields or the values of one
+        key of `extra_info` differ.
         """
         if not metas:
             raise ValueError("nothing to concatenate: give at least one BatchMeta.")
@@ -171,7 +212,7 @@ class BatchMeta:
         if any(part._custom_meta is not None for part in parts):
             custom = [entry for part in parts for entry in part.custom_meta]
         indexes = _join([part._indexes for part in parts])
-        return cls(indexes, first.partition_id, first._fields, custom)
+        return cls(indexes, first.partition_id, first._fields, custom, _join_infos(parts))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain lists, strings and dicts, for JSON (if `custom_meta` holds what JSON knows)."""
@@ -180,6 +221,7 @@ class BatchMeta:
             "partition_id": self.partition_id,
             "field_names": self.field_names,
             "custom_meta": self._custom_meta_or_none(),
+            "extra_info": dict(self._extra_info or {}),
         }
 
     @classmethod
@@ -190,10 +232,18 @@ class BatchMeta:
             data["partition_id"],
             data["field_names"],
             data.get("custom_meta"),
+            data.get("extra_info"),
         )
 
     def __len__(self) -> int:
         return len(self._indexes)
+
+    def __getitem__(self, position: SupportsIndex | slice) -> BatchMeta:
+        """One sample, or the samples of a slice."""
+        if isinstance(position, slice):
+            return self._cut(position)
+        place = range(self.size)[position]
+        return self._cut(slice(place, place + 1))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, BatchMeta):
@@ -203,13 +253,15 @@ class BatchMeta:
             and self._fields == other._fields
             and _same(self._indexes, other._indexes)
             and self._custom_meta_or_none() == other._custom_meta_or_none()
+            and _infos_agree(self._extra_info or {}, other._extra_info or {})
         )
 
     __hash__ = None  # type: ignore[assignment]
 
     def __reduce__(self) -> tuple[type[BatchMeta], tuple[Any, ...]]:
         custom = self._custom_meta_or_none()
-        return BatchMeta, (self._indexes, self.partition_id, self._fields, custom)
+        place = (self._indexes, self.partition_id, self._fields)
+        return BatchMeta, (*place, custom, self._extra_info or None)
 
     def __repr__(self) -> str:
         shown = list(map(str, self._indexes[:_SHOWN]))
@@ -227,7 +279,12 @@ class BatchMeta:
             self.partition_id,
             self._fields,
             None if custom is None else custom[part],
+            self._extra_info,
         )
+
+    def _with(self, fields: tuple[str, ...]) -> BatchMeta:
+        custom, info = self._custom_meta, self._extra_info
+        return BatchMeta(self._indexes, self.partition_id, fields, custom, info)
 
     def _custom_meta_or_none(self) -> list[dict[str, Any]] | None:
         """A copy of the custom meta; None where no sample has any."""
@@ -310,6 +367,31 @@ def _compact(indexes: Iterable[int] | npt.NDArray[np.integer[Any]]) -> range | a
         copied.frombytes(indexes.astype(np.int64, casting="same_kind").tobytes())
         return copied
     return array("q", indexes)
+
+
+def _join_infos(parts: Sequence[BatchMeta]) -> dict[str, Any]:
+    """The `extra_info` of all; ValueError where two say different things under one key."""
+    joined: dict[str, Any] = {}
+    for part in parts:
+        for key, value in (part._extra_info or {}).items():
+            if not _agree(joined.setdefault(key, value), value):
+                raise ValueError(
+                    f"cannot concatenate metas whose extra_info differs in {key!r}:"
+                    f" {joined[key]!r} and {value!r}. Make it the same, or take it out."
+                )
+    return joined
+
+
+def _infos_agree(left: Mapping[str, Any], right: Mapping[str, Any]) -> bool:
+    return left.keys() == right.keys() and all(_agree(left[key], right[key]) for key in left)
+
+
+def _agree(left: Any, right: Any) -> bool:
+    """Whether two values are equal; tensors and arrays by shape and elements."""
+    if hasattr(left, "shape") or hasattr(right, "shape"):
+        shapes = getattr(left, "shape", None), getattr(right, "shape", None)
+        return shapes[0] == shapes[1] and bool((left == right).all())
+    return bool(left == right)
 
 
 def _same(left: range | array[int], right: range | array[int]) -> bool:

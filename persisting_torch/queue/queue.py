@@ -12,7 +12,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from tensordict import TensorDict, TensorDictBase
 
 from persisting_torch.queue.engine import Engine
+from persisting_torch.queue.keep import Given, parse_retention
 from persisting_torch.queue.meta import BatchMeta
+from persisting_torch.queue.options import check_options
+from persisting_torch.queue.pacing import Pace, WhenFull
+from persisting_torch.queue.partitions import Partitions, SyncPartitions
 from persisting_torch.queue.place import open_place
 from persisting_torch.queue.reads import check_range
 from persisting_torch.queue.report import stats
@@ -28,7 +32,7 @@ if TYPE_CHECKING:
 RECORDS_A_STEP = 100
 
 
-class Queue:
+class Queue(Partitions):
     """A named, persistent, append-only collection of samples under `storage_path`.
 
     Any number of processes of one machine may open the same queue at once, to put, to claim and to
@@ -47,6 +51,22 @@ class Queue:
         needs pickle or an extra copy; "off" copies everything (for finding faults).
     durability: "flush" survives the death of the process, "fsync" a loss of power too.
     allow_pickle: False refuses arbitrary objects, at put and at read.
+    capacity: puts through this handle wait while tasks are so many samples behind, or more: while
+        the slowest task of each partition has not taken so many, in all. In a partition that no
+        task has taken from yet, all samples count for puts into it. A put goes in whole, whatever
+        its size, once there is room. None for no limit. To keep rollouts at most v policy versions
+        ahead: v times the samples of an optimizer step.
+    samples_per_insert: how many of the samples put the slowest task is expected to take, above 0
+        to 1. Where a sampler leaves some untaken for good, those would hold the room of others;
+        with 0.5, a task is behind by half of what was put, less what it has taken.
+    when_full: "wait" for room, or "raise" QueueFull.
+    put_timeout: seconds that a put waits for room before it raises WaitTimeout; float("inf") for
+        ever.
+    retention: what becomes of samples that all tasks of their partition have consumed, and that
+        no checkpoint on disk needs: "all" keeps them, "consumed" deletes them, an int deletes them,
+        oldest first, while there are more than so many samples, and a float or timedelta once they
+        were put so many seconds ago. It is stored with the queue, for all processes; None leaves it
+        as it is stored ("all" at first). In a partition that no task has taken from all is kept.
 
     Raises FormatError where something else stands at its path, BucketUnavailable where another
     host has it open, PersistingError where the path cannot be used.
@@ -74,19 +94,24 @@ class Queue:
         durability: Literal["flush", "fsync"] = "flush",
         allow_pickle: bool = True,
         capacity: int | None = None,
+        samples_per_insert: float = 1.0,
+        when_full: WhenFull = "wait",
+        put_timeout: float = 600.0,
+        retention: Given | None = None,
         storage_options: dict[str, str] | None = None,
     ) -> None:
-        _check_options(
+        check_options(
             name,
             batch_size,
             auto_flush_interval_sec,
             zerocopy_mode,
             durability,
-            capacity,
             num_buckets,
             bucket_column,
             storage_options,
         )
+        pace = Pace(capacity, samples_per_insert, when_full, put_timeout)
+        pace.check(name)
         self.name = name
         self.storage_path = os.fspath(storage_path)
         self.num_buckets = num_buckets
@@ -100,10 +125,11 @@ class Queue:
             durability=durability,
             allow_pickle=allow_pickle,
             zerocopy_mode=zerocopy_mode,
-            capacity=capacity,
+            pace=pace,
             enable_metrics=enable_metrics,
+            retention=None if retention is None else parse_retention(retention, name),
         )
-        self.sync = SyncQueue(self)
+        self.sync: SyncQueue = SyncQueue(self)
 
     # Putting
 
@@ -121,13 +147,15 @@ class Queue:
         written into the samples that it names, and are on disk when this returns.
 
         Raises SchemaError, storing nothing of this put, for a value that does not fit its field;
-        QueueSealed for a sealed partition; FlushFailed if samples could not be written, which are
-        then kept in memory.
+        QueueSealed for a sealed partition; WaitTimeout or QueueFull where there is no room, as the
+        queue's capacity says; StaleOwner, with `metadata`, for samples that a producer of this
+        process had claimed and that were given to others since it did not answer; FlushFailed if
+        samples could not be written, which are then kept in memory.
         """
         if metadata is not None:
             return await in_thread(self.engine.writes.put_fields, data, metadata)
         writes = self.engine.writes
-        if self.engine.capacity is not None:
+        if self.engine.pace.capacity is not None:
             meta = await writes.put_when_room(data, partition_id)
         elif isinstance(data, dict):
             meta = writes.put(data, partition_id)
@@ -166,7 +194,7 @@ class Queue:
         """Lists of records in order, `limit` records in all (None: no limit). Marks nothing.
 
         With `wait`, waits for further records instead of ending; `timeout` seconds without one end
-        it (None: never).
+        it (None: never). Raises ProducerFailed when it waits and no producer is left.
         """
         check_range(limit, offset)
         stream = self.engine.stream(offset)
@@ -178,7 +206,7 @@ class Queue:
                 left = None if left is None else left - len(records)
                 yield records
                 deadline = _deadline(timeout)
-            elif not wait or not await stream.news.wait_async(deadline):
+            elif not wait or not await stream.wait_async(deadline):
                 return
 
     # Claiming
@@ -227,12 +255,19 @@ class Queue:
     async def mark_consumed(
         self, task_name: str, global_indexes: Sequence[int], partition_id: str = "default"
     ) -> None:
-        """Mark samples as consumed by a task. Raises KeyError for samples that are not there."""
+        """Mark samples as consumed by a task. Raises KeyError for samples that are not there.
+
+        With no samples it makes the task known to the partition: retention then keeps all that this
+        task has not consumed.
+        """
         await in_thread(self.engine.mark, task_name, partition_id, global_indexes)
 
-    async def reset_consumption(self, task_name: str, partition_id: str = "default") -> None:
-        """Let a task begin anew: nothing in the partition is consumed or assigned for it."""
-        await in_thread(self.engine.reset, task_name, partition_id)
+    async def reset_consumption(self, task_name: str | None, partition_id: str = "default") -> None:
+        """Let a task begin anew: nothing in the partition is consumed or assigned for it.
+
+        With None, all tasks.
+        """
+        await in_thread(self.sync.reset_consumption, task_name, partition_id)
 
     async def clear(self, global_indexes: Sequence[int], partition_id: str = "default") -> None:
         """Remove samples for good. Raises KeyError, removing nothing, if one is not there."""
@@ -264,16 +299,28 @@ class Queue:
 
         return QueueWriter(self)
 
-    def producer(self, name: str) -> AbstractContextManager[None]:
+    def producer(self, name: str, *, essential: bool = False) -> AbstractContextManager[None]:
         """Registers this process as a producer while the block runs.
 
         If it fails or dies and no other producer is left, those who wait for samples get
-        ProducerFailed with the name and the cause.
+        ProducerFailed with the name and the cause; of an `essential` one, whoever is left. What the
+        block claims by get_meta or get_batch is leased to it: until fields are put into those
+        samples, they are marked as consumed, or the block ends without an exception, the death of
+        the producer makes them available again. Claims that name dp_rank and batch_index have no
+        lease, since whoever asks gets them again.
+
+        Raises PersistingError where another living producer has the name. A process that did not
+        answer for more than ten seconds may find that its leases went to others: then puts of
+        fields into those samples raise StaleOwner.
         """
-        return self.engine.producer(name)
+        return self.engine.producer(name, essential=essential)
 
     def to_lance(self) -> lance.LanceDataset:
-        """The queue's rows as a Lance dataset, flushed, for SQL, pandas, polars or duckdb."""
+        """The queue's rows as a Lance dataset, for SQL, pandas, polars or duckdb.
+
+        What waits is flushed, cleared samples are gone, and fields that arrived late are in their
+        rows. Where this process may not write the queue, upkeep may not have come to all of that.
+        """
         return self.engine.to_lance()
 
     def close(self) -> None:
@@ -306,7 +353,7 @@ class Queue:
         return f"Queue({self.name!r}, {self.storage_path!r})"
 
 
-class SyncQueue:
+class SyncQueue(SyncPartitions):
     """The methods of a Queue without await, for scripts, notebooks and callbacks."""
 
     def __init__(self, queue: Queue) -> None:
@@ -359,7 +406,7 @@ class SyncQueue:
                 left = None if left is None else left - len(records)
                 yield records
                 deadline = _deadline(timeout)
-            elif not wait or not stream.news.wait(deadline):
+            elif not wait or not stream.wait(deadline):
                 return
 
     def get_meta(
@@ -398,9 +445,11 @@ class SyncQueue:
         """See Queue.mark_consumed."""
         self._engine.mark(task_name, partition_id, global_indexes)
 
-    def reset_consumption(self, task_name: str, partition_id: str = "default") -> None:
+    def reset_consumption(self, task_name: str | None, partition_id: str = "default") -> None:
         """See Queue.reset_consumption."""
-        self._engine.reset(task_name, partition_id)
+        tasks = [task_name] if task_name is not None else self._tasks_of(partition_id)
+        for task in tasks:
+            self._engine.reset(task, partition_id)
 
     def clear(self, global_indexes: Sequence[int], partition_id: str = "default") -> None:
         """See Queue.clear."""
@@ -420,43 +469,3 @@ class SyncQueue:
 
 def _deadline(timeout: float | None) -> float:
     return float("inf") if timeout is None else time.monotonic() + timeout
-
-
-def _check_options(
-    name: str,
-    batch_size: int,
-    auto_flush_interval_sec: float,
-    zerocopy_mode: str,
-    durability: str,
-    capacity: int | None,
-    num_buckets: int,
-    bucket_column: str,
-    storage_options: dict[str, str] | None,
-) -> None:
-    if not isinstance(batch_size, int) or batch_size < 1:
-        raise ValueError(f"queue {name!r}: batch_size must be at least 1, got {batch_size!r}.")
-    if not auto_flush_interval_sec >= 0:
-        raise ValueError(
-            f"queue {name!r}: auto_flush_interval_sec must be 0 (never) or more seconds, got"
-            f" {auto_flush_interval_sec!r}."
-        )
-    if zerocopy_mode not in ("auto", "force", "off"):
-        raise ValueError(
-            f"queue {name!r}: zerocopy_mode must be 'auto', 'force' or 'off', got"
-            f" {zerocopy_mode!r}."
-        )
-    if durability not in ("flush", "fsync"):
-        raise ValueError(
-            f"queue {name!r}: durability must be 'flush' or 'fsync', got {durability!r}."
-        )
-    if capacity is not None and capacity < 1:
-        raise ValueError(f"queue {name!r}: capacity must be at least 1 or None, got {capacity!r}.")
-    if not isinstance(num_buckets, int) or num_buckets < 1:
-        raise ValueError(f"queue {name!r}: num_buckets must be at least 1, got {num_buckets!r}.")
-    if not isinstance(bucket_column, str) or not bucket_column:
-        raise ValueError(f"queue {name!r}: bucket_column must name a field, got {bucket_column!r}.")
-    if storage_options:
-        raise ValueError(
-            f"queue {name!r}: storage_options are for object stores; this queue lives on a file"
-            " system. Leave them out."
-        )

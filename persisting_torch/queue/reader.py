@@ -46,7 +46,10 @@ class QueueReader:
     async def stream(
         self, limit: int | None = None, wait: bool = False, timeout: float | None = None
     ) -> AsyncIterator[list[dict[str, Any]]]:
-        """Lists of further records, `limit` in all (None: no limit)."""
+        """Lists of further records, `limit` in all (None: no limit).
+
+        Raises ProducerFailed when it waits and no producer is left.
+        """
         from persisting_torch.queue.queue import _deadline
 
         left, deadline = limit, _deadline(timeout)
@@ -57,7 +60,7 @@ class QueueReader:
                 left = None if left is None else left - len(records)
                 yield records
                 deadline = _deadline(timeout)
-            elif not met and (not wait or not await self._stream.news.wait_async(deadline)):
+            elif not met and (not wait or not await self._stream.wait_async(deadline)):
                 return
 
     def _step(self, share: int) -> tuple[list[dict[str, Any]], int]:

@@ -13,11 +13,13 @@ from tensordict import TensorDict
 
 from persisting_torch.queue.books import Books
 from persisting_torch.queue.buffer import INDEX_COLUMN, Chunk, group_columns
+from persisting_torch.queue.clearing import enter_cleared
 from persisting_torch.queue.decode import to_records, to_tensordict
+from persisting_torch.queue.gone import nth_present, present_from
 from persisting_torch.queue.late import LateFields
 from persisting_torch.queue.ledger import Ledger
 from persisting_torch.queue.runs import Int64s
-from persisting_torch.queue.sets import pack_set, set_of
+from persisting_torch.queue.sets import set_of
 from persisting_torch.queue.storage import RowStore
 
 
@@ -59,9 +61,9 @@ class Reads:
         """Up to `limit` records after the first `offset`: rows as committed, then waiting ones."""
         with self.ledger.lock:
             self._follow()
-            cleared = self._cleared_rows()
-            present = self.books.rows - len(cleared)
-            rows = _nth_present(cleared, offset, min(offset + limit, present))
+            gone, total = self.books.gone, self.books.rows
+            present = total - len(gone)
+            rows = present_from(gone, nth_present(gone, min(offset, present)), total, limit)
             indexes = self.books.runs.indexes_of(rows)
             waiting = self._not_committed(waiting)
         records = self._records_of(rows, indexes)
@@ -86,10 +88,11 @@ class Reads:
             self._follow()
             found: list[Int64s] = [np.empty(0, dtype=np.int64)]
             count = 0
+            had -= {index for index in had if index in self.books.cleared_indexes}
             while count < limit and row < self.books.rows:
-                step = np.arange(row, min(self.books.rows, row + limit - count), dtype=np.int64)
-                row += len(step)
-                keep = self._not_met(self.books.runs.indexes_of(step), had)
+                step = present_from(self.books.gone, row, self.books.rows, limit - count)
+                row = int(step[-1]) + 1 if len(step) == limit - count else self.books.rows
+                keep = _not_met(self.books.runs.indexes_of(step), had)
                 found.append(step[keep])
                 count += int(keep.sum())
             rows = np.concatenate(found)
@@ -106,34 +109,19 @@ class Reads:
                 count += len(fresh)
         return Moved(row, count, records)
 
-    def _not_met(self, indexes: Int64s, had: set[int]) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        keep = np.ones(len(indexes), dtype=bool)
-        if had or self.books.cleared_indexes:
-            for at, index in enumerate(indexes.tolist()):
-                if index in had:
-                    had.discard(index)
-                    keep[at] = False
-                elif index in self.books.cleared_indexes:
-                    keep[at] = False
-        return keep
-
     def count(self, waiting: Sequence[Chunk]) -> int:
         """Samples that are there, waiting ones included."""
         with self.ledger.reading() as tx:
             self.books.refresh(tx)
-            committed = self.books.rows - len(self.books.cleared_indexes)
+            committed = self.books.rows - len(self.books.gone)
             return committed + sum(len(chunk) for chunk in self._not_committed(waiting))
-
-    def _cleared_rows(self) -> Int64s:
-        cleared = np.array(self.books.cleared_indexes.to_array(), dtype=np.int64)
-        return np.sort(self.books.runs.rows_of(cleared))
 
     def _records_of(self, rows: Int64s, indexes: Int64s) -> list[dict[str, Any]]:
         """Records of rows, but those that were cleared and removed meanwhile."""
         while len(rows):
             names = self.names_of(None)
             try:
-                return self._to_records(self._table(rows, indexes, names), names, copy=self.copy)
+                return self._to_records(self.table(rows, indexes, names), names, copy=self.copy)
             except KeyError:
                 with self.ledger.lock:
                     self._follow()
@@ -150,8 +138,8 @@ class Reads:
         )
 
     def _not_committed(self, waiting: Sequence[Chunk]) -> list[Chunk]:
-        rows = self.books.runs.rows_of([chunk.first for chunk in waiting])
-        return [chunk for chunk, row in zip(waiting, rows, strict=True) if row < 0]
+        has_arrived = self.books.has_arrived
+        return [chunk for chunk in waiting if not has_arrived(chunk.partition, chunk.first)]
 
     def _waiting_records(
         self, waiting: Sequence[Chunk], skip: int, limit: int
@@ -212,8 +200,7 @@ class Reads:
             self._check_names(names)
             rows = self._rows_of(partition, indexes, known)
             schema = self.books.schema
-            late = [name for name in names if self.late.holds(name)]
-        table = self._table(rows, indexes, names, late)
+        table = self.table(rows, indexes, names)
         batch = to_tensordict(
             table, schema, names, pad=pad, copy=self.copy, allow_pickle=self.allow_pickle
         )
@@ -227,7 +214,7 @@ class Reads:
             self.late.follow()
             self._check_names([field])
             rows = self.books.runs.rows_of(indexes)
-        return self._table(rows, indexes, [field])
+        return self.table(rows, indexes, [field])
 
     def _check_names(self, names: Sequence[str]) -> None:
         unknown = [name for name in names if name not in self.books.schema.fields]
@@ -260,22 +247,38 @@ class Reads:
             gone = self.books.cleared_indexes & set_of(indexes)
             if gone:
                 raise KeyError(
-                    f"samples {list(gone)[:10]} of queue {self.books.schema.queue!r} were cleared."
+                    f"samples {list(gone)[:10]} of queue {self.books.schema.queue!r} are gone: they"
+                    f" were cleared, or consumed and deleted (retention={self.books.retention})."
                 )
         return self.books.runs.rows_of(indexes)
 
-    def _table(
-        self, rows: Int64s, indexes: Int64s, names: list[str], late: list[str] | None = None
-    ) -> pa.Table:
-        schema = self.books.schema
-        columns = [variant.column for name in names for variant in schema.fields[name].variants]
-        if columns and len(rows):
-            table = self.rows.read(rows, columns)
-        else:
-            table = pa.table({INDEX_COLUMN: indexes})
-        if not table.column_names:
-            table = pa.table({INDEX_COLUMN: indexes})
-        return self.late.overlay(table, indexes, schema, names if late is None else late)
+    def table(self, rows: Int64s, indexes: Int64s, names: Sequence[str]) -> pa.Table:
+        """The stored columns of these fields, late values in place, for samples by row and index.
+
+        Which late values there are is looked up before the rows are read: so a fold that comes
+        between leaves nothing out. Raises KeyError for rows that are not there.
+        """
+        while True:
+            with self.ledger.lock:
+                found = self.late.find(indexes, names)
+                schema, folds = self.books.schema, self.late.folds
+            whole = {name for part in found if part.whole for name in part.names}
+            columns = [
+                v.column
+                for name in names
+                if name not in whole
+                for v in schema.fields[name].variants
+            ]
+            try:
+                table = self.rows.read(rows, columns) if columns and len(rows) else pa.table({})
+                if not table.column_names:
+                    table = pa.table({INDEX_COLUMN: indexes})
+                return self.late.overlay(table, found, schema)
+            except KeyError:
+                with self.ledger.lock:
+                    self._follow()
+                    if self.late.folds == folds:
+                        raise
 
     # Removing
 
@@ -291,12 +294,7 @@ class Reads:
                 )
             members = set_of(indexes) - self.books.cleared_indexes
             if members:
-                tx.execute(
-                    "INSERT INTO cleared (partition, first, count, members) VALUES (?, ?, ?, ?)",
-                    (self.books.partitions[partition].id, *pack_set(members)),
-                )
-                for index in members:
-                    tx.execute("DELETE FROM keys WHERE sample = ?", (index,))
+                enter_cleared(tx, self.books.partitions[partition].id, members)
 
 
 def check_range(limit: int | None, offset: int) -> None:
@@ -305,9 +303,12 @@ def check_range(limit: int | None, offset: int) -> None:
         raise ValueError(f"limit and offset must not be negative, got {limit} and {offset}.")
 
 
-def _nth_present(cleared: Int64s, start: int, stop: int) -> Int64s:
-    """Row ids of the present rows number start to stop - 1, skipping the sorted cleared ones."""
-    numbers = np.arange(start, stop, dtype=np.int64)
-    if not len(cleared):
-        return numbers
-    return numbers + np.searchsorted(cleared - np.arange(len(cleared)), numbers, side="right")
+def _not_met(indexes: Int64s, had: set[int]) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """Which of the samples were not met while they waited; those that were are struck off."""
+    keep = np.ones(len(indexes), dtype=bool)
+    if had:
+        for at, index in enumerate(indexes.tolist()):
+            if index in had:
+                had.discard(index)
+                keep[at] = False
+    return keep

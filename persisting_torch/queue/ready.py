@@ -36,9 +36,18 @@ class ReadyIndexes(Sequence[int]):
         self._bitmap = bitmap
         self._length = len(bitmap)
 
+    @property
+    def members(self) -> BitMap64:
+        """The bitmap underneath, for what bitmaps do better than lists; to be left as it is."""
+        return self._bitmap
+
     def first(self, n: int) -> list[int]:
         """The n smallest indexes, or all of them where there are fewer."""
         return list(islice(self._bitmap, n))
+
+    def without(self, others: BitMap64) -> ReadyIndexes:
+        """The indexes that are not among others."""
+        return ReadyIndexes(self._bitmap - others)
 
     def in_runs_of(self, length: int) -> ReadyIndexes:
         """The indexes that stand among at least `length` consecutive ready ones.

@@ -6,7 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from persisting_torch.queue import leases
+from persisting_torch.queue.books import LateRun
+from persisting_torch.queue.clearing import deleted
+from persisting_torch.queue.gone import present_between
+from persisting_torch.queue.pacing import puts_wait
 from persisting_torch.queue.place import size_on_disk
+from persisting_torch.queue.registry import Registered
 
 if TYPE_CHECKING:
     from persisting_torch.queue.engine import Engine
@@ -18,12 +24,13 @@ def stats(engine: Engine) -> dict[str, Any]:
     """Figures of a queue, JSON-able: sizes in samples and bytes, times in seconds since 1970."""
     engine.check_open()
     buffered = engine.intake.buffer.samples
+    producers = engine.producers.look()
     with engine.ledger.reading() as tx:
         books = engine.books
         books.refresh(tx)
         last = tx.execute("SELECT value FROM meta WHERE key = 'last_put'").fetchone()
-        producers = tx.execute("SELECT name, pid, state, cause, beat FROM producers").fetchall()
-        persisted = books.rows - len(books.cleared_indexes)
+        full = puts_wait(tx)
+        persisted = books.rows - len(books.gone)
         engine.rows.refresh()
         found: dict[str, Any] = {
             "name": engine.place.queue,
@@ -37,11 +44,10 @@ def stats(engine: Engine) -> dict[str, Any]:
                 name: {"samples": len(partition.present), "sealed": books.is_sealed(name)}
                 for name, partition in sorted(books.partitions.items())
             },
-            "tasks": _tasks(engine),
-            "producers": {
-                name: {"pid": pid, "state": state, "cause": cause, "beat": beat}
-                for name, pid, state, cause, beat in producers
-            },
+            "tasks": _tasks(engine, leases.counts(tx, "task")),
+            "producers": _producers(producers, leases.counts(tx, "producer")),
+            "full": full is not None,
+            "retention": str(books.retention).strip("'"),
             "storage": {
                 "bytes": size_on_disk(engine.place.bucket),
                 "ledger_bytes": sum(
@@ -49,6 +55,7 @@ def stats(engine: Engine) -> dict[str, Any]:
                 ),
                 "fragments": engine.rows.fragments if engine.rows.exists() else 0,
                 "versions": engine.rows.versions if engine.rows.exists() else 0,
+                "deleted": deleted(tx),
                 "upkeep_error": None if engine.tending.error is None else str(engine.tending.error),
             },
         }
@@ -57,13 +64,31 @@ def stats(engine: Engine) -> dict[str, Any]:
     return found
 
 
-def _tasks(engine: Engine) -> dict[str, Any]:
+def _producers(
+    producers: list[tuple[Registered, str | None]], leased: dict[int | str, int]
+) -> dict[str, Any]:
+    return {
+        one.name: {
+            "pid": one.pid,
+            "state": "failed" if fate else one.state,
+            "cause": fate.removeprefix("failed: ") if fate else one.cause,
+            "beat": one.beat,
+            "essential": bool(one.essential),
+            "leased": leased.get(one.name, 0),
+        }
+        for one, fate in producers
+    }
+
+
+def _tasks(engine: Engine, leased: dict[int | str, int]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for (name, where), task in sorted(engine.books.tasks.items()):
         present = engine.books.partitions[where].present
         found.setdefault(name, {})[where] = {
             "taken": len(task.taken),
             "available": len(present - task.taken),
+            "dropped": {reason: len(members) for reason, members in sorted(task.dropped.items())},
+            "leased": leased.get(task.id, 0),
             "cursor": task.cursor,
         }
     return found
@@ -79,9 +104,9 @@ def verify(engine: Engine) -> list[str]:
         books = engine.books
         total, schema = books.rows, books.schema
         columns = [variant.column for f in schema.fields.values() for variant in f.variants]
-        gone = np.sort(books.runs.rows_of(np.array(books.cleared_indexes.to_array(), np.int64)))
+        gone = books.gone.copy()
         arrived = sum(len(partition.arrived) for partition in books.partitions.values())
-        late = list(books.late_seen)
+        late = list(books.late.values())
         notes = tx.execute("SELECT count(*) FROM pending").fetchone()[0]
     faults += [f"ledger: {text}" for text in damage]
     if engine.rows.exists():
@@ -94,14 +119,18 @@ def verify(engine: Engine) -> list[str]:
     if arrived != total:
         faults.append(f"{arrived} samples arrived in partitions, but the ledger knows {total} rows")
     for start in range(0, min(total, stored), VERIFY_STEP):
-        rows = np.setdiff1d(np.arange(start, min(start + VERIFY_STEP, total, stored)), gone)
+        rows = present_between(gone, start, min(start + VERIFY_STEP, total, stored))
         if len(rows):
             faults += _verify_rows(engine, rows, columns)
-    for _, names, first, count in late:
-        columns = [variant.column for name in names for variant in schema.fields[name].variants]
-        for start in range(first, first + count, VERIFY_STEP):
-            rows = np.arange(start, min(start + VERIFY_STEP, first + count))
-            faults += _verify_late(engine, rows, columns)
+    if engine.rows.version < books.folded_version:
+        faults.append(
+            f"late fields were folded into version {books.folded_version} of data.lance, whose"
+            f" newest version is {engine.rows.version}"
+        )
+    for run in late:
+        columns = [v.column for name in run.names for v in schema.fields[name].variants]
+        for start in range(0, run.count, VERIFY_STEP):
+            faults += _verify_late(engine, run, run.rows()[start : start + VERIFY_STEP], columns)
     return faults
 
 
@@ -121,14 +150,21 @@ def _verify_rows(
 
 
 def _verify_late(
-    engine: Engine, rows: np.ndarray[Any, np.dtype[np.int64]], columns: list[str]
+    engine: Engine, run: LateRun, rows: np.ndarray[Any, np.dtype[np.int64]], columns: list[str]
 ) -> list[str]:
     try:
         table = engine.late.store.read(rows, ["_index", *columns])
         table.validate(full=True)
     except (OSError, KeyError, ValueError) as error:
+        with engine.ledger.reading() as tx:
+            engine.books.refresh(tx)
+            if run.seq not in engine.books.late:
+                return []  # folded meanwhile
         return [f"late fields in rows {rows[0]} to {rows[-1]} cannot be read: {error}"]
-    stray = engine.books.runs.rows_of(table["_index"].to_numpy()) < 0
+    indexes = table["_index"].to_numpy()
+    with engine.ledger.lock:
+        stray = engine.books.runs.rows_of(indexes) < 0
+        stray[stray] = [at not in engine.books.cleared_indexes for at in indexes[stray].tolist()]
     return [f"late row {row} is of a sample that is not there" for row in rows[stray][:10]]
 
 
@@ -138,8 +174,8 @@ def _not_cleared_since(
     """Those of the rows that no process has cleared meanwhile."""
     with engine.ledger.reading() as tx:
         engine.books.refresh(tx)
-        cleared = np.array(engine.books.cleared_indexes.to_array(), np.int64)
-        return np.setdiff1d(rows, engine.books.runs.rows_of(cleared))
+        gone = engine.books.gone
+        return rows[[row not in gone for row in rows.tolist()]]
 
 
 def _rows_by_now(engine: Engine) -> float:

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
+from pyroaring import BitMap64
 
 Int64s = NDArray[np.int64]
 
 FEWEST_RECENT = 64
+FEW_INDEXES = 1 << 16  # cheaper one by one than run by run
 
 
 class Runs:
@@ -34,6 +36,38 @@ class Runs:
             merged = np.concatenate([self._settled.runs(), self._recent_runs()])
             self._settled = _Table(merged)
             self._recent.clear()
+
+    def drop(self, gone: BitMap64) -> None:
+        """Forget runs all of whose rows are gone."""
+        runs = np.concatenate([self._settled.runs(), self._recent_runs()])
+        left = [not gone.contains_range(row, row + count) for _, count, row in runs.tolist()]
+        if not all(left):
+            self._settled = _Table(runs[np.array(left)])
+            self._recent.clear()
+            self._recent_table = None
+
+    def indexes_below(self, end: int) -> BitMap64:
+        """The indexes of all rows below `end`."""
+        found = BitMap64()
+        for table in (self._settled, self._newest()):
+            for first, count, row in table.runs().tolist():
+                if row < end:
+                    found.add_range(first, first + min(count, end - row))
+        return found
+
+    def rows_of_set(self, indexes: BitMap64) -> BitMap64:
+        """Row ids of a set of indexes, without those that no row holds."""
+        found = BitMap64()
+        if len(indexes) <= FEW_INDEXES:
+            rows = self.rows_of(np.array(indexes.to_array(), dtype=np.int64))
+            found.update(rows[rows >= 0].tolist())
+            return found
+        for table in (self._settled, self._newest()):
+            for first, count, row in table.runs().tolist():
+                own = BitMap64()
+                own.add_range(first, first + count)
+                found |= (own & indexes).shift(row - first)
+        return found
 
     def _recent_runs(self) -> Int64s:
         runs = [(first, count, row) for first, (count, row) in self._recent.items()]

@@ -27,6 +27,7 @@ from persisting_torch.queue.reading import Reader
 
 FILE_FORMAT: Final = "2.0"  # scans uncompressed tensors faster than later ones
 FRAGMENT_BYTES = 8 << 20
+METADATA_BYTES = 4 << 20
 READ_ATTEMPTS = 3
 NEXT_ROW_ID = 14  # field number in the manifest's protobuf message
 
@@ -72,7 +73,7 @@ class RowStore:
         with self._lock:
             if self._snapshot is None:
                 if self.versions:
-                    self._install(lance.dataset(self.path))
+                    self._install(self._open())
             elif self._snapshot.dataset.latest_version != self._snapshot.version:
                 self._install(_newest(self._snapshot.dataset))
             return self.version
@@ -88,16 +89,30 @@ class RowStore:
             self._create(table.schema)
         if table.num_rows == 0:
             return
-        snapshot = self._with_columns(table.schema)
+        self.add_columns(table.schema)
         table = _without_empty_columns(table)
-        fragments = write_fragments(
-            table, snapshot.dataset, mode="append", max_rows_per_file=_rows_per_file(table)
+        self.append_written(self.write(table, _rows_per_file(table)))
+
+    def write(
+        self, data: pa.Table | pa.RecordBatchReader, rows_per_file: int
+    ) -> list[FragmentMetadata]:
+        """Write rows to files that no version has yet. Needs no lock."""
+        snapshot = self._snapshot
+        assert snapshot is not None
+        written: list[FragmentMetadata] = write_fragments(
+            data, snapshot.dataset, mode="append", max_rows_per_file=rows_per_file
         )
-        rows = self.rows
+        return written
+
+    def append_written(self, fragments: list[FragmentMetadata]) -> None:
+        """Append what was written, in one commit. The caller holds the commit lock."""
+        self.refresh()
+        snapshot, rows = self._snapshot, self.rows
+        assert snapshot is not None
         self.commit(snapshot.dataset, LanceOperation.Append(fragments), data_files(fragments))
         assert self._snapshot is not None
         if self._snapshot.version == snapshot.version + 1:
-            self._snapshot.rows = rows + table.num_rows
+            self._snapshot.rows = rows + sum(part.physical_rows for part in fragments)
 
     @property
     def rows(self) -> int:
@@ -128,21 +143,25 @@ class RowStore:
                 if not stale or attempt == READ_ATTEMPTS or self.refresh() == version:
                     raise
 
-    def delete(self, rows: npt.NDArray[np.int64]) -> None:
+    def delete(self, rows: npt.NDArray[np.int64]) -> int:
         """Delete the rows with these ids, in one commit; ids that are not there are ignored.
 
-        The ids are never given again. The caller holds the commit lock.
+        The ids are never given again. The caller holds the commit lock. Returns about how many
+        bytes of files will be free once old versions and deleted rows are cleaned away.
         """
         if self.refresh() == 0:
-            return
+            return 0
         table, ids = self.table(), np.unique(np.asarray(rows, dtype=np.int64))
         slots, _ = table.locate(ids)
         changed: list[FragmentMetadata] = []
         removed: list[int] = []
+        freed = 0
         for slot in np.unique(slots[slots >= 0]).tolist():
             doomed = ids[slots == slot]
             handle = LanceFragment(table.dataset, table.ids[slot])
-            whole = len(doomed) == table.fragment(slot).positions.count
+            fragment = table.fragment(slot)
+            whole = len(doomed) == fragment.positions.count
+            freed += fragment.bytes * len(doomed) // fragment.positions.count
             left = None if whole else handle.delete(_predicate(doomed))
             if left is None:
                 removed.append(handle.fragment_id)
@@ -152,6 +171,7 @@ class RowStore:
             operation = LanceOperation.Delete(changed, removed, "_rowid in (...)")
             files = [part.deletion_file.path(part.id) for part in changed if part.deletion_file]
             self.commit(table.dataset, operation, files)
+        return freed
 
     def dataset(self) -> lance.LanceDataset:
         """A handle of the newest version. Raises FileNotFoundError if there is no dataset."""
@@ -212,7 +232,7 @@ class RowStore:
             return self._tables
 
     def _create(self, schema: pa.Schema) -> None:
-        dataset = lance.write_dataset(
+        lance.write_dataset(
             schema.empty_table(),
             self.path,
             mode="create",
@@ -221,10 +241,15 @@ class RowStore:
         )
         if self.fsync:
             self._sync("", "..")
-        self._install(dataset, committed=True)
+        self._install(self._open(), committed=True)
 
-    def _with_columns(self, schema: pa.Schema) -> Snapshot:
-        """The snapshot, after columns that the dataset lacks were added to it, empty."""
+    def _open(self) -> lance.LanceDataset:
+        # Lance would keep something of every version that there ever was, up to a gigabyte.
+        return lance.dataset(self.path, metadata_cache_size_bytes=METADATA_BYTES)
+
+    def add_columns(self, schema: pa.Schema) -> None:
+        """Add the columns that the dataset lacks, empty. The caller holds the commit lock."""
+        self.refresh()
         assert self._snapshot is not None
         present = set(self._snapshot.dataset.schema.names)
         lacking = [field.with_nullable(True) for field in schema if field.name not in present]
@@ -232,7 +257,6 @@ class RowStore:
             dataset = copy.copy(self._snapshot.dataset)
             dataset.add_columns(pa.schema(lacking))
             self._install(dataset, committed=True)
-        return self._snapshot
 
     def _install(self, dataset: lance.LanceDataset, committed: bool = False) -> None:
         version = int(dataset.version)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
+from persisting_torch.queue.producers import Vigil
+from persisting_torch.queue.threads import in_thread
 from persisting_torch.queue.waiting import News
 
 if TYPE_CHECKING:
@@ -16,6 +19,7 @@ class Stream:
     def __init__(self, engine: Engine, offset: int = 0) -> None:
         self.engine = engine
         self.news = News(engine.hub, engine.ledger)
+        self._vigil = Vigil(engine.producers)
         self._skip = offset
         self._row = 0
         self._had: set[int] = set()
@@ -36,5 +40,29 @@ class Stream:
                 limit, self._row, self._had, self.engine.writes.waiting()
             )
             self._row = moved.row
+            if moved.records:
+                self._vigil.begin()
             if moved.records or not moved.count:
                 return moved.records
+
+    def wait(self, deadline: float) -> bool:
+        """Whether there may be further records before `deadline` (of time.monotonic).
+
+        Raises ProducerFailed when no producer is left.
+        """
+        while not (fresh := self.news.wait(min(deadline, self._vigil.due))):
+            if time.monotonic() >= deadline:
+                return False
+            self._vigil.watch()
+        self._vigil.watch()
+        return fresh
+
+    async def wait_async(self, deadline: float) -> bool:
+        """The same without holding up the event loop."""
+        while not (fresh := await self.news.wait_async(min(deadline, self._vigil.due))):
+            if time.monotonic() >= deadline:
+                return False
+            await in_thread(self._vigil.watch)
+        if self._vigil.is_due:
+            await in_thread(self._vigil.watch)
+        return fresh

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import numpy as np
-
+from persisting_torch.queue.clearing import reclaim, remove_rows
 from persisting_torch.queue.commit import fold_arrivals
+from persisting_torch.queue.fold import Folds, fold
+from persisting_torch.queue.folding import Thrift
 from persisting_torch.queue.locks import FileLock
 from persisting_torch.queue.look import fold_drops
+from persisting_torch.queue.retention import Keeper
+from persisting_torch.queue.threads import undisturbed
 from persisting_torch.queue.upkeep import clean, compact
 
 if TYPE_CHECKING:
@@ -28,7 +32,8 @@ class Tending:
     """Starts upkeep when it is due; one process of all does it at a time.
 
     Due are `FLUSHES_BETWEEN` flushes of little; where flushes bring much, upkeep that would write
-    it all once more waits until nobody flushes, or until `MOST_FLUSHES`. So are many claims.
+    it all once more waits until nobody flushes, or until `MOST_FLUSHES`. So are many claims, and
+    late fields in the first quiet moment.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -36,9 +41,14 @@ class Tending:
         self._lock = FileLock(engine.place.upkeep_lock)
         self._flushes = 0
         self._bytes = 0
+        self._late = 0
         self._claims = 0
         self._last_flush = 0.0
         self._thread: threading.Thread | None = None
+        self._beginning = threading.Lock()
+        self._reclaims = True
+        self.keeper = Keeper(engine)
+        self._folds = Folds(engine)
         self._stopping = False
         self.error: Exception | None = None
 
@@ -52,44 +62,68 @@ class Tending:
         ):
             self._start()
 
+    def note_late(self, nbytes: int) -> None:
+        """Count a put of late fields likewise."""
+        self._late += 1
+        self.note_flush(nbytes)
+
     def tick(self) -> None:
         """Start upkeep that has waited for a quiet moment, or that many claims call for."""
         if not self._engine.place.writable:
             return
         quiet = time.monotonic() - self._last_flush >= QUIET_SECONDS
         claims = self._engine.books.claims_seen - self._claims
-        if (quiet and self._flushes >= FLUSHES_BETWEEN) or claims > MOST_LEDGER_ROWS:
+        if (
+            (quiet and (self._flushes >= FLUSHES_BETWEEN or self._late))
+            or claims > MOST_LEDGER_ROWS
+            or self._folds.due()
+        ):
             self._start()
+        elif self.keeper.due():
+            self._begin(self.retain)
+        elif quiet and self._folds.rest_due():
+            self._begin(self.fold_rest)
 
     def _start(self) -> None:
-        running = self._thread is not None and self._thread.is_alive()
-        if running or self._stopping:
+        if not self._begin(self.tend):
             return
-        self._flushes = self._bytes = 0
+        self._flushes = self._bytes = self._late = 0
         self._claims = self._engine.books.claims_seen
-        self._thread = threading.Thread(
-            target=self._run, name="persisting_torch upkeep", daemon=True
-        )
-        self._thread.start()
 
-    def _run(self) -> None:
+    def _begin(self, what: Callable[[], bool]) -> bool:
+        """Do it in a thread; False if the one before is not through."""
+        with self._beginning:
+            running = self._thread is not None and self._thread.is_alive()
+            if running or self._stopping:
+                return False
+            self._thread = threading.Thread(
+                target=self._run, args=(what,), name="persisting_torch upkeep", daemon=True
+            )
+            self._thread.start()
+            return True
+
+    def _run(self, what: Callable[[], bool]) -> None:
         try:
-            self.tend()
+            what()
         except Exception as error:
             self.error = error
 
     def tend(self) -> bool:
         """One whole round, now; False if another process is at it."""
         if not self._lock.acquire(0):
+            self._late += 1  # that one may have begun before the newest late put: try again
             return False
         try:
             engine = self._engine
-            self.remove_cleared()
+            self._retain()
+            while not self._stopping and compact(engine.rows, engine.commit_lock):
+                pass
+            if not self._stopping:
+                self._folds.run(lambda: self._stopping)
             for store in (engine.rows, engine.late.store):
                 if store.exists() and not self._stopping:
-                    while compact(store, engine.commit_lock) and not self._stopping:
-                        pass
                     clean(store, engine.commit_lock)
+            self._reclaim()
             with engine.ledger.transaction() as tx:
                 engine.claims.fold(tx, MOST_LEDGER_ROWS)
                 fold_arrivals(tx, MOST_LEDGER_ROWS)
@@ -98,26 +132,53 @@ class Tending:
         finally:
             self._lock.release()
 
+    def retain(self) -> bool:
+        """Delete what the queue's retention does not keep; False if another process is at upkeep.
+
+        Small and often, since nothing is rewritten here.
+        """
+        if not self._lock.acquire(0):
+            return False
+        try:
+            self._retain()
+            self._reclaim()
+            return True
+        finally:
+            self._lock.release()
+
+    def _retain(self) -> None:
+        self.keeper.clear_consumed()
+        self.remove_cleared()
+
+    def _reclaim(self) -> None:
+        engine = self._engine
+        if self._reclaims and engine.books.retention.deletes:
+            again = [reclaim(s, engine.commit_lock) for s in (engine.rows, engine.late.store)]
+            self._reclaims = any(again)
+
     def remove_cleared(self) -> None:
         """Delete the rows of samples that were cleared since the last time."""
-        engine = self._engine
-        with engine.ledger.reading() as tx:
-            engine.books.refresh(tx)
-            found = tx.execute("SELECT value FROM meta WHERE key = 'removed'").fetchone()
-            members = engine.books.cleared_indexes.copy()
-            last = tx.execute("SELECT max(seq) FROM cleared").fetchone()[0] or 0
-            if last <= (found[0] if found else 0):
-                return
-            indexes = np.array(members.to_array(), dtype=np.int64)
-            rows = engine.books.runs.rows_of(indexes)
-        with engine.commit_lock:
-            engine.rows.delete(rows)
-        with engine.ledger.transaction() as tx:
-            tx.execute("INSERT OR REPLACE INTO meta VALUES ('removed', ?)", (last,))
+        if remove_rows(self._engine):
+            self._reclaims = True
+
+    def fold_rest(self) -> bool:
+        """Fold also late fields of few samples; False if another process is at upkeep."""
+        if not self._lock.acquire(0):
+            return False
+        try:
+            self._folds.run(lambda: self._stopping, Thrift.SPACE)
+            return True
+        finally:
+            self._lock.release()
+
+    def fold_all(self) -> None:
+        """Bring all late fields into the rows, now."""
+        undisturbed(fold, self._engine, Thrift.NONE)
 
     def stop(self) -> None:
         """End upkeep at its next step, and wait for that."""
-        self._stopping = True
+        with self._beginning:
+            self._stopping = True
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(STOP_SECONDS)
         self._lock.close()

@@ -93,15 +93,15 @@ def join_rows(parts: Sequence[Part], length: int, empty: torch.Tensor) -> Rows:
     return Rows(torch.cat([empty, *pieces]), _from_lengths(lengths))
 
 
-def pad_rows(rows: Rows, fill: float, where: str) -> torch.Tensor:
-    """The rows as one tensor [rows, longest row, ...] with `fill` after the end of each.
+def pad_rows(rows: Rows, fill: float, where: str, *, to: int | None = None) -> torch.Tensor:
+    """The rows as one tensor [rows, longest row or `to`, ...] with `fill` after the end of each.
 
     Raises ValueError when the dtype cannot hold the value.
     """
     dtype = rows.values.dtype
     _check_fill(fill, dtype, where)
     lengths = rows.offsets.diff()
-    longest = int(lengths.max()) if len(lengths) else 0
+    longest = to if to is not None else int(lengths.max()) if len(lengths) else 0
     padded = torch.empty((len(lengths), longest, *rows.values.shape[1:]), dtype=dtype)
     bits(padded)[:] = bits(torch.tensor(fill, dtype=dtype))
     within = torch.arange(longest) < lengths[:, None]

@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
+from contextvars import copy_context
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -79,8 +80,9 @@ def threads() -> Threads:
 
 
 async def in_thread(call: Callable[..., Answer], *arguments: Any) -> Answer:
-    """Run what may touch the disk beside the event loop."""
-    return await asyncio.get_running_loop().run_in_executor(threads(), call, *arguments)
+    """Run what may touch the disk beside the event loop, with the task's context variables."""
+    run = copy_context().run
+    return await asyncio.get_running_loop().run_in_executor(threads(), run, call, *arguments)
 
 
 def undisturbed(call: Callable[..., Answer], *arguments: Any) -> Answer:

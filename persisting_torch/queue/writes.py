@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sqlite3
 import threading
 from collections.abc import Iterator, Sequence
@@ -15,12 +16,15 @@ from persisting_torch.errors import FlushFailed, PersistingError, SchemaError
 from persisting_torch.queue.buffer import Chunk, compose
 from persisting_torch.queue.intake import own_chunks
 from persisting_torch.queue.meta import BatchMeta
-from persisting_torch.queue.pacing import Room, has_room
+from persisting_torch.queue.pacing import Room
 from persisting_torch.queue.runs import Int64s
 from persisting_torch.queue.threads import in_thread, undisturbed
 
 if TYPE_CHECKING:
     from persisting_torch.queue.engine import Engine
+
+
+PARTS_OF_CAPACITY = 8
 
 
 class Writes:
@@ -32,6 +36,7 @@ class Writes:
         self._flush_lock = threading.RLock()
         self._flushing: list[Chunk] = []
         self._unsure = False
+        self.told_full = -math.inf  # when a put that waits for room last said so to all
 
     # Putting
 
@@ -42,12 +47,12 @@ class Writes:
     ) -> BatchMeta:
         """Samples into memory, with their indexes; `wants_flush` says whether to flush.
 
-        Where the queue has a capacity, waits for room. Raises WaitTimeout after 600 s.
+        Where the handle has a capacity, waits for room, or raises as it was told to.
         """
-        if self.engine.capacity is None:
+        if self.engine.pace.capacity is None:
             return self.put_now(data, partition)
         room = Room(self.engine, partition)
-        while (meta := self.put_if_room(data, partition)) is None:
+        while (meta := self._put_if_room(data, partition, room)) is None:
             room.wait()
         return meta
 
@@ -56,26 +61,49 @@ class Writes:
     ) -> BatchMeta:
         """The same, holding up neither the event loop nor a thread while it waits."""
         room = Room(self.engine, partition)
-        while (meta := await in_thread(self.put_if_room, data, partition)) is None:
+        while (meta := await in_thread(self._put_if_room, data, partition, room)) is None:
             await room.wait_async()
         return meta
 
-    def put_if_room(
-        self, data: dict[str, Any] | Sequence[dict[str, Any]] | TensorDictBase, partition: str
+    def _put_if_room(
+        self,
+        data: dict[str, Any] | Sequence[dict[str, Any]] | TensorDictBase,
+        partition: str,
+        room: Room,
     ) -> BatchMeta | None:
-        """Put, unless the queue is full: then what waits is flushed, for consumers to find."""
+        """Put, unless the queue is full: then what waits is flushed, for consumers to find.
+
+        A put that has waited is flushed at once, and no other process looks for room meanwhile.
+        """
         with self.intake.lock:
-            if has_room(self.engine):
+            if not room.waits and room.is_there():
                 return self.put_now(data, partition)
         self.engine.flush()
-        return None
+        room.check()
+        if not room.is_there():
+            return None
+        return undisturbed(self._put_in_turn, data, partition, room)
+
+    def _put_in_turn(
+        self,
+        data: dict[str, Any] | Sequence[dict[str, Any]] | TensorDictBase,
+        partition: str,
+        room: Room,
+    ) -> BatchMeta | None:
+        with self.alone():
+            if not room.is_there():
+                return None
+            meta = self.put_now(data, partition)
+            self.flush()
+            return meta
 
     def await_room(self, partition: str) -> None:
-        """Wait until the queue is not full. Raises WaitTimeout after 600 s."""
+        """Wait until the queue is not full, or raise as the handle was told to."""
         room = Room(self.engine, partition)
-        while not has_room(self.engine):
+        while not room.is_there():
             self.engine.flush()
-            if not has_room(self.engine):
+            room.check()
+            if not room.is_there():
                 room.wait()
 
     def put_now(
@@ -130,8 +158,10 @@ class Writes:
     ) -> BatchMeta:
         """Fields into samples that exist, on disk when this returns.
 
-        Returns the metadata with these fields added. Raises SchemaError if there are not as many
-        values as samples, or a sample is named twice; KeyError for samples that are not there.
+        Returns the metadata with these fields added. What a producer of this process had claimed of
+        them is finished. Raises SchemaError if there are not as many values as samples, or a sample
+        is named twice; KeyError for samples that are not there; StaleOwner for samples whose claim
+        was given to others because their producer did not answer.
         """
         engine = self.engine
         engine.check_open(writing=True)
@@ -148,6 +178,7 @@ class Writes:
                 " it is not said which value it gets. Name each sample once."
             )
         if len(chunk):
+            finishing = engine.producers.finishing(indexes)
             self.flush()
             engine.reads.check_indexes(meta.partition_id, indexes)
             self.intake.admit_chunk(chunk)
@@ -155,15 +186,21 @@ class Writes:
                 late = engine.late.compose(chunk, indexes, engine.books.schema)
             keys = [(meta.partition_id, key, index, tag) for key, index, tag in tags]
             try:
-                undisturbed(engine.committer.append_late, late, meta.partition_id, keys)
+                first_row = undisturbed(
+                    engine.committer.append_late, late, meta.partition_id, keys, finishing
+                )
             except OSError as error:
                 raise PersistingError(
                     f"queue {engine.place.queue!r}: fields of {len(indexes)} samples could not be"
                     f" written to {engine.place.bucket}: {error}. Make room or access and put them"
                     " again."
                 ) from error
+            with engine.ledger.lock:
+                finishing.done()
+                engine.late.remember(first_row, late.arrivals)
             engine.books.follow()
             engine.hub.notify()
+            engine.tending.note_late(late.table.nbytes)
         return meta.with_fields(chunk.field_names)
 
     def _fields_chunk(
@@ -192,7 +229,12 @@ class Writes:
         After a large one always: it may still share the caller's memory, even if the flush of
         another thread has begun with it.
         """
-        return self.intake.full or put.size >= self.intake.batch_size
+        return self.intake.full or put.size >= self.intake.batch_size or self._holds_back_much()
+
+    def _holds_back_much(self) -> bool:
+        """Whether more waits here than other processes should not know of when they pace."""
+        capacity = self.engine.pace.capacity
+        return capacity is not None and self.intake.buffer.samples * PARTS_OF_CAPACITY > capacity
 
     def flush(self) -> None:
         """Write all that waits. Raises FlushFailed, with the samples kept, if it cannot."""
@@ -253,8 +295,8 @@ class Writes:
             engine.committer.recover()
         with engine.ledger.reading() as tx:
             engine.books.refresh(tx)
-            rows = engine.books.runs.rows_of([chunk.first for chunk in chunks])
-        return [chunk for chunk, row in zip(chunks, rows, strict=True) if row < 0]
+            has_arrived = engine.books.has_arrived
+            return [chunk for chunk in chunks if not has_arrived(chunk.partition, chunk.first)]
 
     def flush_partition(self, partition: str) -> None:
         """Write what waits, if the partition has part in it."""
@@ -280,6 +322,10 @@ class Writes:
                 Chunk(chunk.partition, chunk.first, list(chunk.rows), chunk.batch)
                 for chunk in self._in_memory()
             ]
+
+    @property
+    def samples_waiting(self) -> int:
+        return self.intake.buffer.samples + sum(map(len, self._flushing))
 
     def _in_memory(self) -> list[Chunk]:
         return [*self._flushing, *self.intake.buffer.chunks]

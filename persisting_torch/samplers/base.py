@@ -22,10 +22,21 @@ class BaseSampler(ABC):
     for training itself, unevenly perhaps, has a method `deal(ready_indexes, batch_size, dp_size,
     **kwargs)`: `batch_size` samples for each of `dp_size` data-parallel ranks, answered as a list
     of slices, [] while there are not enough; `kwargs` are those of `sample`. Without it, `sample`
-    chooses for all ranks and they get equal parts in its order.
+    chooses for all ranks and they get equal parts in its order. One whose samples belong together
+    has a method `let_go(indexes, ready_indexes, look, reason)`, by which MaxStaleness lets it drop
+    ready samples, and with them what could not be given without them; it answers with all of these.
+
+    A sample without the fields named in `needs` is not ready. Where `counts` says something else
+    than "samples" (such as "episodes"), that is what a batch size counts: `deal` gives so many to
+    each rank, and `list_all(indexes, look)` tells which of these samples make up each one, for
+    passes that consume nothing. A method `shape(batch, pad)` gives a dataset's batches their final
+    form, before `transform`; it gets the fields named in `shaped_by` too.
     """
 
     looks: bool = False
+    counts: str = "samples"
+    needs: Sequence[str] = ()
+    shaped_by: Sequence[str] = ()
     recheck_seconds: float | None = None
 
     def __init__(self) -> None:

@@ -16,7 +16,14 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from tensordict import TensorDict
 
-from persisting_torch import PersistingDataLoader, PersistingDataModule, PersistingDataset, Queue
+from persisting_torch import (
+    MaxStaleness,
+    PersistingDataLoader,
+    PersistingDataModule,
+    PersistingDataset,
+    Queue,
+    SequentialSampler,
+)
 from persisting_torch.callbacks import QueueMonitor
 from persisting_torch.queue.depth import Depth, Gauge
 from tests.datasets.counting import Counting, fill, fit, trainer
@@ -26,6 +33,7 @@ EVERYWHERE = {
     "queue/untaken_samples",
     "queue/assigned_samples",
     "queue/lag_samples",
+    "queue/dropped_samples",
     "queue/put_samples_per_s",
     "queue/trained_samples_per_s",
     "queue/waiting_s",
@@ -247,6 +255,19 @@ def test_samples_without_a_version_have_no_staleness_and_those_of_some_are_skipp
         queue.sync.seal()
     rows = watched(tmp_path, QueueMonitor(), samples=4, max_steps=2)
     assert ["queue/staleness_max_steps" in row for row in rows] == [False, True]
+
+
+def test_samples_that_were_too_old_are_counted_with_their_reason(tmp_path: Path) -> None:
+    with Queue("q", tmp_path) as queue:
+        queue.sync.put([{"uid": torch.tensor(n), "policy_version": n} for n in range(8)])
+        queue.sync.seal()
+    data = data_of(tmp_path, sampler=MaxStaleness(SequentialSampler(), 1), policy_version=4)
+    options = {"logger": csv_logger(tmp_path), "log_every_n_steps": 1, "max_steps": 2}
+    fit(Counting(8), data, tmp_path, QueueMonitor(), **options)
+    for row in logged(tmp_path):
+        assert row["queue/dropped_samples"] == row["queue/dropped_stale_samples"] == 3
+    with Queue("q", tmp_path) as queue:
+        assert queue.sync.stats()["tasks"]["train"]["default"]["dropped"] == {"stale": 3}
 
 
 # Whose

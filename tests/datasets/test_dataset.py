@@ -136,7 +136,7 @@ def test_a_wait_beyond_the_limit_says_what_is_missing(tmp_path):
 
 def test_a_long_wait_says_in_the_log_what_is_missing(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr("persisting_torch.queue.demand.FIRST_NOTICE_SECONDS", 0.1)
-    monkeypatch.setattr("persisting_torch.queue.demand.PRODUCER_CHECK_SECONDS", 0.1)
+    monkeypatch.setattr("persisting_torch.queue.producers.CHECK_SECONDS", 0.1)
     fill(tmp_path, 3, seal=False)
     threading.Timer(0.5, fill, (tmp_path, 1), {"first": 3}).start()
     assert uids(dataset_of(tmp_path, timeout=None)) == [[0, 1, 2, 3]]

@@ -246,7 +246,7 @@ def test_cleared_samples_are_gone_for_good_and_their_indexes_are_never_given_aga
 def test_a_read_leaves_out_what_is_cleared_and_removed_before_it_comes_to_the_rows(queue: Queue):
     indexes = queue.sync.put([{"x": n} for n in range(4)]).global_indexes
     queue.sync.flush()
-    reads, table = queue.engine.reads, queue.engine.reads._table
+    reads, table = queue.engine.reads, queue.engine.reads.table
     left = [2, 1]
 
     def clear_first(*arguments: Any) -> Any:
@@ -255,7 +255,7 @@ def test_a_read_leaves_out_what_is_cleared_and_removed_before_it_comes_to_the_ro
             queue.engine.tending.remove_cleared()
         return table(*arguments)
 
-    reads._table = clear_first  # type: ignore[method-assign]
+    reads.table = clear_first  # type: ignore[method-assign]
     assert [record["x"] for record in queue.sync.get()] == [0, 3]
     left += [3, 0]
     assert [r["x"] for records in queue.sync.stream(1) for r in records] == []

@@ -247,3 +247,45 @@ def test_the_same_methods_are_there_without_await(queue: Queue, kv: KVInterface)
     kv.sync.kv_clear(["a"], "train")
     assert kv.sync.kv_list("train") == [("b", None)]
     assert run(kv.kv_batch_get(["b"], "train"))["x"].tolist() == [3]
+
+
+def test_a_put_returns_the_metadata_of_its_samples_in_the_order_of_the_keys(
+    queue: Queue, kv: KVInterface
+):
+    first = run(kv.kv_put("b", {"x": 1}, "train", tag={"n": 1}))
+    assert (first.global_indexes, first.field_names) == ([0], ["x"])
+    assert (first.partition_id, first.custom_meta) == ("train", [{"n": 1}])
+    both = run(kv.kv_batch_put(["a", "b"], [{"x": 2, "y": 1}, {"x": 3, "y": 2}], "train"))
+    assert (both.global_indexes, sorted(both.field_names)) == ([1, 0], ["x", "y"])
+    assert queue.sync.get_data(both)["x"].tolist() == [2, 3]
+    tagged = run(kv.kv_put("a", None, "train", tag={"n": 2}))
+    assert (tagged.global_indexes, tagged.field_names) == ([1], [])
+
+
+def test_the_metadata_of_keys_names_the_fields_that_all_of_them_have(kv: KVInterface):
+    run(kv.kv_batch_put(["a", "b"], [{"x": 1, "y": 1}, {"x": 2}], "train", [{"n": 1}, None]))
+    meta = run(kv.kv_meta(["b", "a"], "train"))
+    assert (meta.global_indexes, meta.field_names) == ([1, 0], ["x"])
+    assert meta.custom_meta == [{}, {"n": 1}]
+    assert run(kv.kv_meta("a", "train")).field_names == ["x", "y"]
+    assert run(kv.kv_meta("a", "train", ["y"])).field_names == ["y"]
+    with pytest.raises(KeyError, match="nothing"):
+        run(kv.kv_meta(["a", "nothing"], "train"))
+
+
+def test_the_keys_of_samples_come_in_the_order_of_the_samples(queue: Queue, kv: KVInterface):
+    run(kv.kv_batch_put(["b", "a"], [{"x": 1}, {"x": 2}], "train"))
+    queue.sync.put({"x": 3}, "train")
+    assert run(kv.kv_keys([1, 0, 1], "train")) == ["a", "b", "a"]
+    assert run(kv.kv_keys(0, "train")) == ["b"]
+    for indexes, partition in ([2], "train"), ([0], "val"):
+        with pytest.raises(KeyError, match=str(indexes[0])):
+            run(kv.kv_keys(indexes, partition))
+
+
+def test_a_single_key_or_field_may_be_given_as_it_is(kv: KVInterface):
+    run(kv.kv_batch_put(["key", "k"], [{"long": 1, "y": 1}, {"long": 2, "y": 2}], "train"))
+    got = run(kv.kv_batch_get("key", "train", "long"))
+    assert (list(got.keys()), got["long"].tolist()) == (["long"], [1])
+    run(kv.kv_clear("key", "train"))
+    assert run(kv.kv_list("train")) == [("k", None)]

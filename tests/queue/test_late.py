@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -121,3 +122,14 @@ def test_a_late_field_makes_samples_ready_in_another_process(tmp_path: Path):
         got = queue.sync.get_meta(["x", "y"], 4)
         assert got.global_indexes == meta.global_indexes[1:3]
         assert queue.sync.get_data(got)["y"].tolist() == [7, 8]
+
+
+def test_late_fields_are_folded_by_themselves_in_a_quiet_moment(queue: Queue):
+    meta = queue.sync.put([{"x": n} for n in range(20)])
+    queue.sync.flush()
+    queue.sync.put([{"y": n} for n in range(20)], metadata=meta)
+    deadline = time.monotonic() + 30
+    while queue.engine.books.late:
+        assert time.monotonic() < deadline, "no upkeep came"
+        time.sleep(0.05)
+    assert [record["y"] for record in queue.sync.get()] == list(range(20))

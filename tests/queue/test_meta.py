@@ -256,3 +256,84 @@ def test_the_repr_names_the_ends_of_a_long_meta():
         "BatchMeta(size=1000000, partition_id='p', field_names=['a'],"
         " global_indexes=[0, 1, 2, 3, ..., 999999])"
     )
+
+
+def test_one_sample_and_slices_of_a_meta_are_metas():
+    meta = BatchMeta([3, 5, 7], "train_0", ("x",), [{"n": 3}, {}, {"n": 7}], {"step": 1})
+    assert meta[0] == BatchMeta([3], "train_0", ("x",), [{"n": 3}], {"step": 1})
+    assert meta[-1].global_indexes == [7]
+    assert meta[1:] == meta.select_samples([1, 2])
+    assert meta[::-1] == meta.select_samples([2, 1, 0])
+    assert [part.global_indexes for part in meta] == [[3], [5], [7]]
+    for outside in (3, -4):
+        with pytest.raises(IndexError):
+            meta[outside]
+    with pytest.raises(TypeError):
+        meta["x"]
+
+
+@given(metas(), st.data())
+def test_slicing_is_slicing_of_the_indexes(meta, data):
+    part = data.draw(st.slices(meta.size))
+    assert meta[part].global_indexes == meta.global_indexes[part]
+    assert meta[part].custom_meta == meta.custom_meta[part]
+
+
+def test_extra_info_goes_with_every_selection_and_each_has_its_own():
+    meta = BatchMeta(range(4), "train_0", ("x", "y"), None, {"step": 7})
+    parts = [
+        *meta.chunk(2),
+        meta.select_samples([1]),
+        meta.select_fields(["x"]),
+        meta.with_fields(["z"]),
+        meta[:2],
+        copy.deepcopy(meta),
+        pickle.loads(pickle.dumps(meta)),
+        BatchMeta.from_dict(json.loads(json.dumps(meta.to_dict()))),
+        meta.union(meta),
+        BatchMeta.concat(meta.chunk(2)),
+    ]
+    assert all(part.extra_info == {"step": 7} for part in parts)
+    for part in parts:
+        part.extra_info["step"] = 8
+    assert meta.extra_info == {"step": 7}
+    assert meta != meta.select_samples(range(4)).union(
+        BatchMeta(range(4), "train_0", ("x", "y"), None, {"a": 1})
+    )
+
+
+def test_concatenation_joins_extra_info_and_refuses_contradictions():
+    first = BatchMeta([0], "p", ("x",), None, {"step": 1, "mean": torch.ones(2)})
+    second = BatchMeta([1], "p", ("x",), None, {"step": 1, "mean": torch.ones(2), "more": 2})
+    joined = BatchMeta.concat([first, second])
+    assert joined.extra_info.keys() == {"step", "mean", "more"}
+    for other in ({"step": 2}, {"mean": torch.zeros(2)}, {"mean": torch.ones(3)}, {"mean": 1}):
+        with pytest.raises(ValueError, match="extra_info"):
+            BatchMeta.concat([first, BatchMeta([1], "p", ("x",), None, other)])
+
+
+def test_a_union_has_the_fields_of_both_and_the_later_notes():
+    left = BatchMeta([3, 5], "p", ("x", "y"), [{"a": 1, "b": 1}, {}], {"step": 1, "who": "l"})
+    right = BatchMeta([3, 5], "p", ("y", "z"), [{"a": 2}, {"c": 3}], {"step": 2})
+    united = left.union(right)
+    assert united.field_names == ["x", "y", "z"]
+    assert united.custom_meta == [{"a": 2, "b": 1}, {"c": 3}]
+    assert united.extra_info == {"step": 2, "who": "l"}
+    assert left.custom_meta == [{"a": 1, "b": 1}, {}]
+    empty = BatchMeta([], "p", ("w",))
+    assert left.union(empty) == left == empty.union(left)
+
+
+@pytest.mark.parametrize("other", [([5, 3], "p"), ([3], "p"), ([3, 5], "q")])
+def test_a_union_of_other_samples_is_refused(other):
+    with pytest.raises(ValueError, match="different samples"):
+        BatchMeta([3, 5], "p", ("x",)).union(BatchMeta(*other, ("y",)))
+
+
+def test_custom_meta_is_updated_for_all_samples_or_not_at_all():
+    meta = BatchMeta([3, 5], "p", (), [{"a": 1}, {}])
+    meta.update_custom_meta([{"b": 2}, {"a": 3}])
+    assert meta.custom_meta == [{"a": 1, "b": 2}, {"a": 3}]
+    with pytest.raises(ValueError, match="1 dicts were given for 2 samples"):
+        meta.update_custom_meta([{"b": 3}])
+    assert meta.custom_meta == [{"a": 1, "b": 2}, {"a": 3}]

@@ -111,3 +111,12 @@ def test_a_complete_group_behind_many_incomplete_ones_is_found_without_reading_t
         assert sampler.sample(ReadyIndexes(broken), 8) == ([], [])
         assert sampler.sample(ReadyIndexes(broken | BitMap64(whole)), 8) == (whole, whole)
     assert time.perf_counter() - started < 10
+
+
+def test_in_training_every_rank_gets_whole_groups():
+    deal = GRPOGroupNSampler(2).deal
+    assert deal([0, 1, 3, 4, 5, 6, 8, 9], 2, 3) == [[0, 1], [3, 4], [5, 6]]
+    assert deal([0, 1, 3, 4, 5, 6, 8, 9], 4, 2) == [[0, 1, 3, 4], [5, 6, 8, 9]]
+    assert deal([0, 1, 3, 4, 5], 2, 3) == []
+    with pytest.raises(ValueError, match="must be a multiple of n_samples_per_prompt 2"):
+        deal([0, 1, 2, 3, 4, 5], 3, 2)

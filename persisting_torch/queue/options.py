@@ -1,0 +1,41 @@
+"""What a Queue may be given, checked before anything is opened."""
+
+from __future__ import annotations
+
+
+def check_options(
+    name: str,
+    batch_size: int,
+    auto_flush_interval_sec: float,
+    zerocopy_mode: str,
+    durability: str,
+    num_buckets: int,
+    bucket_column: str,
+    storage_options: dict[str, str] | None,
+) -> None:
+    """Raise ValueError for an option that makes no sense."""
+    if not isinstance(batch_size, int) or batch_size < 1:
+        raise ValueError(f"queue {name!r}: batch_size must be at least 1, got {batch_size!r}.")
+    if not auto_flush_interval_sec >= 0:
+        raise ValueError(
+            f"queue {name!r}: auto_flush_interval_sec must be 0 (never) or more seconds, got"
+            f" {auto_flush_interval_sec!r}."
+        )
+    if zerocopy_mode not in ("auto", "force", "off"):
+        raise ValueError(
+            f"queue {name!r}: zerocopy_mode must be 'auto', 'force' or 'off', got"
+            f" {zerocopy_mode!r}."
+        )
+    if durability not in ("flush", "fsync"):
+        raise ValueError(
+            f"queue {name!r}: durability must be 'flush' or 'fsync', got {durability!r}."
+        )
+    if not isinstance(num_buckets, int) or num_buckets < 1:
+        raise ValueError(f"queue {name!r}: num_buckets must be at least 1, got {num_buckets!r}.")
+    if not isinstance(bucket_column, str) or not bucket_column:
+        raise ValueError(f"queue {name!r}: bucket_column must name a field, got {bucket_column!r}.")
+    if storage_options:
+        raise ValueError(
+            f"queue {name!r}: storage_options are for object stores; this queue lives on a file"
+            " system. Leave them out."
+        )
