@@ -36,7 +36,7 @@ class Task(ABC):
     groups_per_put: int  # a rollout worker makes so many at once
     learning_rate: float
     weight_decay: float = 0.01
-    entropy_bonus: float  # at the beginning; it falls to 0 with the steps
+    entropy_bonus: float
     max_staleness: int  # optimizer steps between the policy of a rollout and its training
     measure: str  # what `evaluate` gives
     wanted: float  # what `evaluate` has to give at the end

@@ -41,8 +41,7 @@ class GRPO(LightningModule):
         self.log("reward", batch["reward"].mean(), batch_size=len(batch))
         self.log("entropy", made.entropy.mean(), batch_size=len(batch))
         self.used.append(batch["_index"])
-        bonus = self.task.entropy_bonus * (1 - self.global_step / self.task.steps)
-        return -(gain + bonus * made.entropy).mean()
+        return -(gain + self.task.entropy_bonus * made.entropy).mean()
 
     def on_train_batch_end(self, *_: object) -> None:
         if self.global_step % STEPS_PER_EVALUATION == 0:

@@ -433,7 +433,8 @@ from persisting_torch import Queue
 queue = Queue("q", sys.argv[1])
 with queue.producer(sys.argv[2]):
     print(1, flush=True)
-    while True:
+    end = time.monotonic() + 120  # should the test not come to its end
+    while time.monotonic() < end:
         meta = queue.sync.get_meta(["x"], 4, "work")
         time.sleep(0.02)
         if meta.size:

@@ -247,7 +247,7 @@ def test_a_trainer_that_waits_for_fields_tells_that_puts_wait_for_room(tmp_path:
 PUT = """
 import sys
 from persisting_torch import Queue
-queue = Queue("q", sys.argv[1], capacity=6)
+queue = Queue("q", sys.argv[1], capacity=6, put_timeout=30)
 count = 0
 while True:
     queue.sync.put({"x": 1})
