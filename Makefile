@@ -8,7 +8,7 @@ PYTEST_ARGS ?=
 BENCH_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test slow check format bench clean
+.PHONY: help install demo rl test slow check format bench clean
 
 help: ## say what there is to make
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
@@ -20,11 +20,15 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 10) else "persisting_torch needs Python 3.10 or newer, $(PYTHON) is " + sys.version.split()[0] + "; choose another with PYTHON=...")'
 	@test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	@echo "installing the pinned packages into $(VENV) (once; minutes)"
-	@$(RUN) -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[cli,cluster,frameworks,dev]'
+	@$(RUN) -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[cli,cluster,frameworks,rl,dev]'
 	@touch $@
 
 demo: $(INSTALLED) ## train from a queue while producers fill it, kill the trainer, resume, count
 	$(RUN) examples/digits_lightning.py
+
+rl: $(INSTALLED) ## the two GRPO examples to their thresholds, every process killed once (ten minutes each)
+	$(RUN) examples/grpo/arithmetic.py
+	$(RUN) examples/grpo/cartpole.py
 
 test: $(INSTALLED) ## all tests but the slow ones
 	$(RUN) -m pytest -m "not slow" $(PYTEST_ARGS)
@@ -50,6 +54,6 @@ bench: $(INSTALLED) ## the benchmarks: queue beside plain Lance, waiting, late f
 	$(RUN) benchmarks/vs_transferqueue.py
 
 clean: ## remove the environment, caches and what the demo left behind
-	rm -rf $(VENV) build dist demo_data lightning_logs checkpoints
+	rm -rf $(VENV) build dist demo_data grpo_data lightning_logs checkpoints
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
