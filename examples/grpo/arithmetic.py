@@ -1,7 +1,8 @@
 """A small transformer learns addition from nothing but whether its answers are right.
 
 Problems are a+b= with a below 100 and b below 5, as characters. The policy continues them with
-characters until it says the full stop; at first that is noise. A fifth of the problems is held out.
+characters until it says the full stop; at first that is noise, and there is no other teacher than
+the reward. A fifth of the problems is held out.
 
     python examples/grpo/arithmetic.py             # every process is killed once
     python examples/grpo/arithmetic.py --no-kill
@@ -54,7 +55,7 @@ def right_answer(problem: str) -> str:
 
 class Arithmetic(Task):
     name = "arithmetic"
-    steps = 500
+    steps = 800
     group_size = 16
     groups_per_step = 32
     groups_per_put = 16

@@ -31,7 +31,7 @@ def plot(task: Task, folder: Path, kills: list[tuple[int, str]]) -> None:
             axis.axvline(step, color="tab:red", linewidth=0.8, linestyle=":")
         above = 1.02 + 0.07 * (number % 3)
         axes[0].text(step, above, name, transform=axes[0].get_xaxis_transform(), size=7)
-    figure.savefig(folder / "run.png", dpi=80)  # without a display
+    figure.savefig(folder / "run.png", dpi=70)  # without a display
 
 
 def history(logs: Path) -> dict[int, dict[str, float]]:
@@ -46,10 +46,14 @@ def history(logs: Path) -> dict[int, dict[str, float]]:
 
 
 def draw(
-    axis: Axes, steps: dict[int, dict[str, float]], titles: dict[str, str], unit: str, **style: str
+    axis: Axes,
+    steps: dict[int, dict[str, float]],
+    titles: dict[str, str],
+    unit: str,
+    color: str | None = None,
 ) -> None:
     for name, title in titles.items():
         places = [step for step in sorted(steps) if name in steps[step]]
-        axis.plot(places, [steps[at][name] for at in places], label=title, linewidth=1, **style)
+        axis.plot(places, [steps[at][name] for at in places], label=title, color=color, linewidth=1)
     axis.set_ylabel(unit)
-    axis.legend(loc="lower right" if style else "upper left", fontsize=8)
+    axis.legend(loc="lower right" if color else "upper left", fontsize=8)

@@ -34,7 +34,7 @@ class Task(ABC):
     group_size: int  # rollouts of one prompt, or from one start
     groups_per_step: int  # a batch of the trainer is so many groups
     groups_per_put: int  # a rollout worker makes so many at once
-    learning_rate: float
+    learning_rate: float  # at first; it falls linearly to a twentieth
     weight_decay: float = 0.01
     entropy_bonus: float
     max_staleness: int  # optimizer steps between the policy of a rollout and its training

@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from processes import QUEUE, TRAIN, newest
 from task import Task
 from tensordict import TensorDict
@@ -49,9 +50,11 @@ class GRPO(LightningModule):
             for logger in self.loggers:
                 logger.log_metrics({"score": score}, step=self.global_step)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self) -> OptimizerLRScheduler:
         rate, decay = self.task.learning_rate, self.task.weight_decay
-        return torch.optim.AdamW(self.parameters(), lr=rate, weight_decay=decay)
+        optimizer = torch.optim.AdamW(self.parameters(), lr=rate, weight_decay=decay)
+        falling = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.05, self.task.steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": falling, "interval": "step"}}
 
     def on_save_checkpoint(self, checkpoint: dict[str, object]) -> None:
         checkpoint["used"] = torch.cat(self.used)
