@@ -201,6 +201,17 @@ def test_stats_tells_what_was_dropped_and_why(command: Any, data: Path) -> None:
     assert figures["tasks"]["train"]["default"]["dropped"] == {"stale": 2}
 
 
+def test_stats_tells_what_producers_have_claimed_and_not_finished(command: Any, data: Path) -> None:
+    with Queue("judged", data) as queue, queue.producer("judge-0"):
+        queue.sync.put([{"x": n} for n in range(5)])
+        queue.sync.get_meta(["x"], 3, "judge")
+        lines = [line.split() for line in command("stats", "judged")[1].splitlines()]
+    assert ["judge", "default", "3", "3", "2", "0", "0"] in lines
+    assert ["task", "partition", "taken", "leased", "available", "dropped", "cursor"] in lines
+    [producer] = [line for line in lines if line[:1] == ["judge-0"]]
+    assert producer[2:4] == ["alive", "3"]
+
+
 def test_head_tells_the_first_samples_in_order(command: Any) -> None:
     _, out, _ = command("head", "rollouts", "-n", "3", "--json")
     first, second, third = json.loads(out)

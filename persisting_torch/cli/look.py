@@ -117,10 +117,10 @@ def stats(arguments: Namespace) -> int:
         ],
     )
     _section(
-        ["task", "partition", "taken", "available", "dropped", "cursor"],
+        ["task", "partition", "taken", "leased", "available", "dropped", "cursor"],
         [
             (
-                *(task, where, one["taken"], one["available"]),
+                *(task, where, one["taken"], one["leased"], one["available"]),
                 ", ".join(f"{count} {reason}" for reason, count in one["dropped"].items()) or 0,
                 one["cursor"],
             )
@@ -129,9 +129,9 @@ def stats(arguments: Namespace) -> int:
         ],
     )
     _section(
-        ["producer", "pid", "state", "last beat", "cause"],
+        ["producer", "pid", "state", "leased", "last beat", "cause"],
         [
-            (name, one["pid"], one["state"], show.ago(one["beat"]), one["cause"])
+            (name, one["pid"], one["state"], one["leased"], show.ago(one["beat"]), one["cause"])
             for name, one in figures["producers"].items()
         ],
     )
