@@ -30,8 +30,8 @@ rl: $(INSTALLED) ## the two GRPO examples to their thresholds, every process kil
 	$(RUN) examples/grpo/arithmetic.py
 	$(RUN) examples/grpo/cartpole.py
 
-test: $(INSTALLED) ## all tests but the slow ones
-	$(RUN) -m pytest -m "not slow" $(PYTEST_ARGS)
+test: $(INSTALLED) ## all tests but the slow ones, and but those of `make check`
+	$(RUN) -m pytest -m "not slow" --ignore=tests/house $(PYTEST_ARGS)
 
 slow: $(INSTALLED) ## the tests that need minutes, kill tests among them
 	$(RUN) -m pytest -m slow $(PYTEST_ARGS)
@@ -46,10 +46,11 @@ format: $(INSTALLED) ## apply ruff's fixes and format
 	$(RUN) -m ruff check --fix
 	$(RUN) -m ruff format
 
-bench: $(INSTALLED) ## the benchmarks: queue beside plain Lance, waiting, late fields, who loses what on resume, TransferQueue
+bench: $(INSTALLED) ## the benchmarks: queue beside plain Lance, waiting, late fields, retention, peers
 	$(RUN) benchmarks/queue_local.py $(BENCH_ARGS)
 	$(RUN) benchmarks/waiting.py
-	$(RUN) benchmarks/late_fields.py $(BENCH_ARGS)
+	$(RUN) benchmarks/late_fields.py
+	$(RUN) benchmarks/retention.py
 	$(RUN) benchmarks/resume_matrix.py
 	$(RUN) benchmarks/vs_transferqueue.py
 
