@@ -59,7 +59,7 @@ class Net(nn.Module):
 def report(step: int) -> None:
     """Tell the parent process, which reads what torchrun prints."""
     if dist.get_rank() == 0:
-        print(f"step {step}", flush=True)
+        print(f"step {step}\n", end="", flush=True)
     time.sleep(STEP_SECONDS)
 
 
@@ -256,7 +256,7 @@ def show(columns: dict[tuple[str, str], dict[str, int]], seconds: float) -> None
 
 if __name__ == "__main__":
     if sys.argv[1:]:
-        print(f"rank {os.getpid()}", flush=True)
+        print(f"rank {os.getpid()}\n", end="", flush=True)
         torch.set_num_threads(1)
         {"plain": train_plain, "lightning": train_lightning}[sys.argv[1]]()
     else:

@@ -17,6 +17,7 @@ from persisting_torch.queue.names import directory_name
 
 FORMAT = 2
 MARK = "queue.json"
+MAKE_LOCK = ".make.lock"
 
 NETWORK_FILE_SYSTEMS = re.compile(
     r"nfs\d?|cifs|smb\d?|smbfs|9p|afs|ceph|lustre|gpfs|beegfs\w*|glusterfs|ocfs2|gfs2|pvfs2|orangefs"
@@ -148,7 +149,7 @@ def _size_of_file(path: str) -> int:
 
 def _make(root: Path, queue: str) -> None:
     root.mkdir(parents=True, exist_ok=True)
-    with closing(FileLock(str(root / ".make.lock"))) as lock, lock:
+    with closing(FileLock(str(root / MAKE_LOCK))) as lock, lock:
         mark = root / MARK
         if not mark.exists():
             _write_mark(mark, {"format": FORMAT, "name": queue, "created": time.time()})
@@ -168,8 +169,10 @@ def _check(root: Path, queue: str) -> int:
             " Choose another name or storage_path, or move that file away."
         )
     mark = root / MARK
-    if not mark.exists():
-        if (root / ".make.lock").exists() or not any(root.iterdir()):
+    # One look, since others may be making the queue at this moment.
+    names = set(os.listdir(root))
+    if MARK not in names:
+        if MAKE_LOCK in names or names <= {f"{MAKE_LOCK}.turn"}:
             _make(root, queue)
             return FORMAT
         raise FormatError(

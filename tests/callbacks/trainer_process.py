@@ -19,7 +19,8 @@ class Narrator(Callback):
     """Prints the optimizer's step after each batch, slowly enough to be killed at a chosen one."""
 
     def on_train_batch_end(self, trainer, *_) -> None:  # type: ignore[no-untyped-def]
-        print("step", trainer.global_step, flush=True)
+        # In one write, since ranks share the output.
+        print(f"step {trainer.global_step}\n", end="", flush=True)
         time.sleep(0.02)
 
 

@@ -39,10 +39,10 @@ class Fate(Callback):
         self.at = at
 
     def on_train_start(self, trainer: Trainer, pl_module: Net) -> None:
-        print("started", flush=True)
+        print("started\n", end="", flush=True)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Net, *_: Any) -> None:
-        print("batch", pl_module.began, flush=True)
+        print(f"batch {pl_module.began}\n", end="", flush=True)
         if pl_module.began != self.at:
             return
         if self.event == "stop":
@@ -129,7 +129,7 @@ def fit(
         sys.exit(FAILED)
     run.save_checkpoint(home / end, weights_only)
     if net.validated:
-        print("validated", len(net.validated), len(set(net.validated)), flush=True)
+        print(f"validated {len(net.validated)} {len(set(net.validated))}\n", end="", flush=True)
 
 
 def _sharding() -> ModelParallelStrategy:
@@ -144,7 +144,7 @@ def _sharding() -> ModelParallelStrategy:
 
 def tell(batch: TensorDict) -> TensorDict:
     """A transform that says which process it is in."""
-    print("worker", os.getpid(), flush=True)
+    print(f"worker {os.getpid()}\n", end="", flush=True)
     return batch
 
 
@@ -163,7 +163,7 @@ def produce(
             for at in range(first, first + count, at_once):
                 queue.sync.put(numbered(at, min(at_once, first + count - at)))
                 queue.sync.flush()
-                print("put", flush=True)
+                print("put\n", end="", flush=True)
                 time.sleep(pause)
         if seal:
             queue.sync.seal("default")

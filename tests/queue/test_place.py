@@ -612,3 +612,11 @@ def test_a_queue_moved_onto_a_network_file_system_changes_its_journal(tmp_path: 
     monkeypatch.undo()
     with Queue("q", tmp_path) as queue:
         assert len(queue) == 2
+
+
+def test_a_queue_that_another_process_is_just_making_is_opened(tmp_path: Path):
+    folder = tmp_path / "q"
+    folder.mkdir()
+    (folder / ".make.lock.turn").touch()  # the first of its files, before the lock itself
+    with Queue("q", tmp_path) as queue:
+        assert queue.sync.get() == []
