@@ -18,6 +18,7 @@ from persisting_torch.queue.ledger import Ledger
 from persisting_torch.queue.runs import Int64s
 from persisting_torch.queue.sets import set_of
 
+ANY = "SELECT EXISTS (SELECT 1 FROM custom), EXISTS (SELECT 1 FROM keys)"
 CLOSE = 8  # samples of a range so many times as long are read for the sake of those asked for
 
 
@@ -34,6 +35,8 @@ class CustomMeta:
             return None
         wanted = np.asarray(indexes, dtype=np.int64)
         with self.ledger.reading() as tx:
+            if not any(tx.execute(ANY).fetchone()):
+                return None
             notes = _find(tx, "custom", "note", wanted) | _find(tx, "keys", "tag", wanted)
         if not notes:
             return None
@@ -79,8 +82,6 @@ def _text_of(note: Mapping[str, Any], of: str) -> str | None:
 
 def _find(tx: sqlite3.Connection, table: str, column: str, indexes: Int64s) -> dict[int, str]:
     """The texts of those samples that have one, and perhaps of some that lie among them."""
-    if tx.execute(f"SELECT 1 FROM {table} LIMIT 1").fetchone() is None:
-        return {}
     ask = f"SELECT sample, {column} FROM {table} WHERE {column} IS NOT NULL AND sample"
     low, high = int(indexes.min()), int(indexes.max())
     if high - low < CLOSE * len(indexes):

@@ -237,6 +237,19 @@ class Engine:
         sampling: dict[str, Any] | None = None,
     ) -> BatchMeta:
         """Ready samples that the sampler chose, taken for the task. Size 0 if there are none."""
+        chosen, names = self._take(fields, batch_size, task, partition, sampler, sampling or {})
+        return BatchMeta(chosen, partition, names, self.custom.of(chosen))
+
+    def _take(
+        self,
+        fields: Sequence[str] | None,
+        batch_size: int,
+        task: str,
+        partition: str,
+        sampler: Sampler | None,
+        sampling: dict[str, Any],
+    ) -> tuple[Sequence[int], list[str]]:
+        """The samples that are taken, and the stored names of the fields asked for."""
         self.check_open(writing=True)
         _check_batch_size(batch_size)
         if fields is None or not self.books.schema.fields.keys() >= set(fields):
@@ -250,9 +263,9 @@ class Engine:
             self.writes.flush_partition(partition)
         check_name(task, "task_name")
         with self.metrics.timed("claim"):
-            chosen = self._choose(task, partition, needed, batch_size, sampler, sampling or {})
+            chosen = self._choose(task, partition, needed, batch_size, sampler, sampling)
         self.metrics.count("claimed", len(chosen))
-        return BatchMeta(chosen, partition, names, self.custom.of(chosen))
+        return chosen, names
 
     def _choose(
         self,
@@ -281,12 +294,12 @@ class Engine:
         sampling: dict[str, Any] | None = None,
     ) -> TensorDict:
         """`claim`, and the data of what was claimed."""
-        meta = self.claim(fields, batch_size, task, partition, sampler, sampling)
-        if not meta.size:
+        chosen, names = self._take(fields, batch_size, task, partition, sampler, sampling or {})
+        if not len(chosen):
             return TensorDict({}, batch_size=[0])
-        with self.metrics.timed("read", meta.size):
-            indexes, names = meta.index_array(), meta.field_names or None
-            return self.reads.batch(partition, indexes, names, None, known=True)
+        with self.metrics.timed("read", len(chosen)):
+            indexes = np.asarray(chosen, dtype=np.int64)
+            return self.reads.batch(partition, indexes, names or None, None, known=True)
 
     def data_of(self, meta: BatchMeta, partition: str | None = None) -> TensorDict:
         """The fields that a BatchMeta names of its samples; batch size [meta.size]."""
