@@ -37,10 +37,14 @@ CLOCK_STEPS = 100  # entries of `clock` over the time that is kept
 
 @dataclass
 class Choice:
-    """What may go now: the samples, by partition, and what each task still needs."""
+    """What may go now: the samples, by partition, and what each task still needs.
+
+    `fresh` are those that only claims have consumed; they may go after a while.
+    """
 
     members: dict[int, BitMap64]
     needed: dict[int, int]
+    fresh: BitMap64
 
 
 class Keeper:
@@ -72,9 +76,10 @@ class Keeper:
             engine.books.refresh(tx)
             setting = engine.books.retention
             stale = set(self._batches) - {task.id for task in engine.books.tasks.values()}
-            nothing = not setting.deletes or not any(self._choose(tx, gone).members.values())
+            choice = self._choose(tx, gone) if setting.deletes else None
+            nothing = choice is None or not any(choice.members.values())
             ticks = setting.kind == "seconds" and self._clock_is_due(tx, setting)
-            doomed = setting.deletes and self._doomed_are_due(tx)
+            doomed = choice is not None and _doomed_are_due(tx, choice)
         for task in stale:
             del self._batches[task]
         if nothing and not gone and not ticks and not doomed:
@@ -89,7 +94,7 @@ class Keeper:
                 return False
             choice = self._choose(tx, set())
             if doomed:
-                self._doom(tx, choice)
+                _doom(tx, choice)
             return self._clear(tx, choice, table)
 
     def _gone_checkpoints(self) -> set[str]:
@@ -104,7 +109,7 @@ class Keeper:
         doomed = _read_doomed(tx)
         members: dict[int, BitMap64] = {}
         needed: dict[int, int] = {}
-        self._fresh = BitMap64()
+        fresh = BitMap64()
         for partition in books.partitions.values():
             tasks = [task for task in books.tasks.values() if task.partition == partition.id]
             if not tasks:
@@ -112,9 +117,9 @@ class Keeper:
             for task in tasks:
                 needed[task.id] = past.first_needed(tx, task.id, task.cursor, gone)
             at_once, later = self._consumed(tx, partition, tasks, needed)
-            self._fresh |= later
+            fresh |= later
             members[partition.id] = at_once | (later & doomed)
-        return Choice(self._beyond_what_is_kept(tx, members), needed)
+        return Choice(self._beyond_what_is_kept(tx, members), needed, fresh)
 
     def _consumed(
         self,
@@ -167,24 +172,6 @@ class Keeper:
         row = _row_before(tx, now - setting.amount)
         tx.execute("DELETE FROM clock WHERE first_row < ?", (row,))
 
-    def _doomed_are_due(self, tx: sqlite3.Connection) -> bool:
-        """Whether what was given out long enough ago may go, or has yet to be noted."""
-        found = tx.execute("SELECT value FROM meta WHERE key = 'doomed_at'").fetchone()
-        if found is None:
-            return bool(self._fresh)
-        return bool(time.time() - found[0] >= GRACE_SECONDS)
-
-    def _doom(self, tx: sqlite3.Connection, choice: Choice) -> None:
-        """Note what may go by the next time."""
-        if not self._fresh:
-            tx.execute("DELETE FROM meta WHERE key IN ('doomed', 'doomed_at')")
-            return
-        self._fresh.run_optimize()
-        tx.executemany(
-            "INSERT OR REPLACE INTO meta VALUES (?, ?)",
-            (("doomed", self._fresh.serialize()), ("doomed_at", time.time())),
-        )
-
     # Going
 
     def _clear(self, tx: sqlite3.Connection, choice: Choice, table: FragmentTable) -> bool:
@@ -226,6 +213,26 @@ def _read_doomed(tx: sqlite3.Connection) -> BitMap64:
     if not found or time.time() - found["doomed_at"] < GRACE_SECONDS:
         return BitMap64()
     return BitMap64.deserialize(found["doomed"])
+
+
+def _doomed_are_due(tx: sqlite3.Connection, choice: Choice) -> bool:
+    """Whether what was given out long enough ago may go, or has yet to be noted."""
+    found = tx.execute("SELECT value FROM meta WHERE key = 'doomed_at'").fetchone()
+    if found is None:
+        return bool(choice.fresh)
+    return bool(time.time() - found[0] >= GRACE_SECONDS)
+
+
+def _doom(tx: sqlite3.Connection, choice: Choice) -> None:
+    """Note what may go by the next time."""
+    if not choice.fresh:
+        tx.execute("DELETE FROM meta WHERE key IN ('doomed', 'doomed_at')")
+        return
+    choice.fresh.run_optimize()
+    tx.executemany(
+        "INSERT OR REPLACE INTO meta VALUES (?, ?)",
+        (("doomed", choice.fresh.serialize()), ("doomed_at", time.time())),
+    )
 
 
 def _lowest(members: BitMap64, count: int) -> BitMap64:
