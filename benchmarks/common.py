@@ -8,7 +8,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,18 @@ def arguments(description: str) -> argparse.Namespace:
     parser.add_argument("--only", help="run only the parts whose name contains this")
     parser.add_argument("--directory", help="where the data goes (default: a temporary folder)")
     return parser.parse_args()
+
+
+def tables_of(
+    parts: Sequence[Callable[[], list[dict[str, Any]]]], only: str | None
+) -> dict[str, list[dict[str, Any]]]:
+    """Run the parts of a benchmark, those whose name contains `only`, and show their tables."""
+    tables = {}
+    for part in parts:
+        if not only or only in part.__name__:
+            tables[part.__name__] = part()
+            show((part.__doc__ or "").strip(), tables[part.__name__])
+    return tables
 
 
 def seconds(work: Callable[[], Any]) -> float:

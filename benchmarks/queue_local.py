@@ -23,7 +23,7 @@ import torch
 from tensordict import TensorDict
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import arguments, in_turn, median, save, seconds, show
+from common import arguments, in_turn, median, save, seconds, tables_of
 
 from persisting_torch import BatchMeta, Queue
 
@@ -268,18 +268,14 @@ def main() -> None:
     directory = options.directory or tempfile.mkdtemp(prefix="queue_local-")
     os.makedirs(directory, exist_ok=True)
     bench = Bench(directory, options.scale)
-    tables: dict[str, Rows] = {}
-    for part in (
+    parts = (
         bench.put_records,
         bench.put_tensors,
         bench.read_batches,
         bench.big_queue,
         bench.memory,
-    ):
-        if options.only and options.only not in part.__name__:
-            continue
-        tables[part.__name__] = part()
-        show((part.__doc__ or "").strip(), tables[part.__name__])
+    )
+    tables = tables_of(parts, options.only)
     if not options.directory:
         shutil.rmtree(directory)
     if options.scale == 1.0 and not options.only:

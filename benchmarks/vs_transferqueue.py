@@ -34,7 +34,7 @@ import torch
 from tensordict import TensorDict
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import median, save, seconds, show
+from common import median, save, seconds, tables_of
 
 from persisting_torch import Queue
 
@@ -275,7 +275,6 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(0)
     directory = options.directory or tempfile.mkdtemp(prefix="vs_transferqueue-")
-    tables: dict[str, Rows] = {}
     with transfer_queue() as theirs:
         peers: dict[str, Peer] = {
             "ours": Ours(directory, "flush"),
@@ -284,11 +283,8 @@ def main() -> None:
         if theirs is not None:
             peers["theirs"] = theirs
         bench = Bench(peers, directory, options.quick)
-        for part in (bench.batches, bench.claims):
-            if options.only and options.only not in part.__name__:
-                continue
-            tables[part.__name__] = part()
-            show((part.__doc__ or "").strip(), tables[part.__name__])
+        parts = (bench.batches, bench.claims)
+        tables = tables_of(parts, options.only)
     if not options.directory:
         shutil.rmtree(directory)
     if theirs is not None and not options.quick and not options.only:

@@ -35,7 +35,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch.utils.data import DataLoader
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import arguments, in_turn, median, save, seconds, show
+from common import arguments, in_turn, median, save, seconds, tables_of
 
 from persisting_torch import PersistingDataLoader, PersistingDataModule, PersistingDataset, Queue
 
@@ -247,12 +247,8 @@ def main() -> None:
     directory = options.directory or tempfile.mkdtemp(prefix="waiting-")
     os.makedirs(directory, exist_ok=True)
     bench = Bench(directory, options.scale)
-    tables: dict[str, Rows] = {}
-    for part in (bench.trainer, bench.loader):
-        if options.only and options.only not in part.__name__:
-            continue
-        tables[part.__name__] = part()
-        show((part.__doc__ or "").strip(), tables[part.__name__])
+    parts = (bench.trainer, bench.loader)
+    tables = tables_of(parts, options.only)
     if not options.directory:
         shutil.rmtree(directory)
     if options.scale == 1.0 and not options.only:

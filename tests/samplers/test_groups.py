@@ -27,6 +27,8 @@ from persisting_torch import (
     WaitTimeout,
 )
 from tests.queue import children
+from tests.samplers import asking
+from tests.samplers.asking import dropped
 
 
 @pytest.fixture
@@ -45,21 +47,8 @@ def claim(queue: Queue, size: int, sampler: Any, task: str = "t", **asked: Any) 
 
 
 def form(queue: Queue, k: int, sampler: Any, size: int = 4, ranks: int = 1, **asked: Any) -> Any:
-    """Global batch k; "waits" if there is none yet, None at the end."""
-    asked = {"timeout": 0.0, "fields": ["prompt"], **asked}
-    try:
-        batch = queue.engine.await_assignment(
-            "fit", "default", k, batch_size=size, dp_size=ranks, sampler=sampler, **asked
-        )
-    except WaitTimeout:
-        return "waits"
-    return batch and [list(part) for part in batch.slices]
-
-
-def dropped(queue: Queue, task: str = "t", partition: str = "default") -> dict[str, list[int]]:
-    queue.engine.books.follow()
-    known = queue.engine.books.tasks[task, partition].dropped
-    return {reason: list(members) for reason, members in known.items()}
+    asked = {"fields": ["prompt"], **asked}
+    return asking.form(queue, k, sampler, size=size, ranks=ranks, **asked)
 
 
 def by_prompt(n: int, **options: Any) -> GRPOGroupNSampler:

@@ -29,10 +29,11 @@ from persisting_torch import (
     SeqlenBalancedSampler,
     SequentialSampler,
     ShuffleSampler,
-    WaitTimeout,
 )
 from persisting_torch.queue.policies import FOLDER, publish
 from persisting_torch.samplers.aged import AgedReady
+from tests.samplers import asking
+from tests.samplers.asking import dropped
 
 
 @pytest.fixture
@@ -59,21 +60,8 @@ def claim(queue: Queue, size: int, sampler: Any, task: str = "t", **asked: Any) 
 
 
 def form(queue: Queue, k: int, sampler: Any, size: int = 2, ranks: int = 1, **asked: Any) -> Any:
-    """Global batch k; "waits" if there is none yet, None at the end."""
-    asked = {"timeout": 0.0, "fields": ["x"], **asked}
-    try:
-        batch = queue.engine.await_assignment(
-            "fit", "default", k, batch_size=size, dp_size=ranks, sampler=sampler, **asked
-        )
-    except WaitTimeout:
-        return "waits"
-    return batch and [list(part) for part in batch.slices]
-
-
-def dropped(queue: Queue, task: str = "t") -> dict[str, list[int]]:
-    queue.engine.books.follow()
-    known = queue.engine.books.tasks[task, "default"].dropped
-    return {reason: list(members) for reason, members in known.items()}
+    asked = {"fields": ["x"], **asked}
+    return asking.form(queue, k, sampler, size=size, ranks=ranks, **asked)
 
 
 def within(max_staleness: int, inner: Any = None) -> MaxStaleness:
