@@ -29,6 +29,8 @@ from persisting_torch.callbacks import policy as published_policy
 QUEUE, TRAIN = "rollouts", "train"
 BATCHES_AHEAD = 2  # of the trainer's, that the rollout workers may be ahead of it
 POLL_SECONDS = 0.02
+LOOK_SECONDS = 1.0
+LONGEST_WAIT_SECONDS = 300
 
 
 def rollout_worker(task: Task, folder: Path, name: str) -> None:
@@ -45,7 +47,7 @@ def rollout_worker(task: Task, folder: Path, name: str) -> None:
     ):
         while True:
             if published.version != version or version is None:
-                version = published.load_into(policy)
+                version = published.load_into(policy, timeout=LONGEST_WAIT_SECONDS)
             rollouts = task.play(policy, task.groups_per_put, rng)
             groups = [rng.getrandbits(62) for _ in range(task.groups_per_put)]
             rollouts["group"] = torch.tensor(groups).repeat_interleave(task.group_size)
@@ -89,17 +91,28 @@ def claims(
 ) -> Iterator[BatchMeta]:
     """Samples that lack the field `name`, until the partition is sealed and none does.
 
-    Each claim is of the first of the sizes that there is.
+    Each claim is of the first of the sizes that there is. Raises TimeoutError after five minutes
+    without one.
     """
+    last = looked = time.monotonic()
     while True:
         for size in sizes:
             claim = queue.sync.get_meta(needed, size, name, TRAIN, sampler=sampler)
             if claim.size:
                 yield claim
+                last = time.monotonic()
                 break
         else:
-            if is_complete(queue, name):
-                return
+            now = time.monotonic()
+            if now - looked >= LOOK_SECONDS:  # stats() looks at the whole queue
+                looked = now
+                if is_complete(queue, name):
+                    return
+            if now - last >= LONGEST_WAIT_SECONDS:
+                raise TimeoutError(
+                    f"waited {LONGEST_WAIT_SECONDS} s for samples of {QUEUE}/{TRAIN} with"
+                    f" {', '.join(needed)} and without {name}. Check who makes those."
+                )
             time.sleep(POLL_SECONDS)
 
 

@@ -81,8 +81,9 @@ def main(task: Task) -> int:
 def run(task: Task, folder: Path, rng: random.Random, kill: bool) -> list[tuple[int, str]]:
     """Run all processes until the trainer has sealed the partition and every rollout is judged.
 
-    With `kill`, each is killed once, at a random step of the training, and started again. Returns
-    the kills: the step, and the name of the process.
+    With `kill`, each is killed once, at a random step of the training, and started again; but not
+    the last producer that lives, since a trainer whose producers are all dead is told so, and ends.
+    Returns the kills: the step, and the name of the process.
     """
     roles: dict[str, Callable[..., None]] = {"trainer": train, "reward": reward_process}
     roles |= {"advantage": advantage_process}
@@ -98,7 +99,7 @@ def run(task: Task, folder: Path, rng: random.Random, kill: bool) -> list[tuple[
             if process.exitcode not in (None, 0):
                 stop(crew)
                 sys.exit(f"{name} ended with {process.exitcode}; its message is above")
-            if doomed.get(name, version) < version:
+            if doomed.get(name, version) < version and others_live(folder, crew, name):
                 del doomed[name]
                 time.sleep(rng.random())  # not always just after a step
                 process.kill()
@@ -107,6 +108,14 @@ def run(task: Task, folder: Path, rng: random.Random, kill: bool) -> list[tuple[
                 say(f"{name} is killed at step {version}, and started again")
                 crew[name] = start(roles[name], task, folder, name)
     return kills
+
+
+def others_live(folder: Path, crew: dict[str, SpawnProcess], name: str) -> bool:
+    """Whether a producer other than this process has registered and lives."""
+    with Queue(QUEUE, str(folder)) as queue:
+        producers = queue.sync.stats()["producers"]
+    pids = {one["pid"] for one in producers.values() if one["state"] == "alive"}
+    return any(process.pid in pids for each, process in crew.items() if each != name)
 
 
 def start(role: Callable[..., None], *arguments: Any) -> SpawnProcess:
