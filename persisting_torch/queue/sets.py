@@ -43,7 +43,7 @@ def pack_list(indexes: Sequence[int]) -> Packed:
     if isinstance(indexes, range) and indexes.step == 1:
         return first, count, None
     values = np.asarray(indexes, dtype="<i8")
-    if np.array_equal(values, np.arange(first, first + count)):
+    if (np.diff(values) == 1).all():
         return first, count, None
     return first, count, values.tobytes()
 
