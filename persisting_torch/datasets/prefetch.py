@@ -44,23 +44,25 @@ class _Channel(Generic[T]):
         self.stop = threading.Event()
         self._depth = depth
         self._items: deque[T] = deque()
-        self._changed = threading.Condition()
+        # Taken by itself: a signal in the condition's own __enter__ would leave it taken.
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._finished = False
         self._error: BaseException | None = None
 
     def put(self, item: T) -> None:
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: len(self._items) < self._depth or self.stop.is_set())
             self._items.append(item)
             self._changed.notify_all()
 
     def finish(self, error: BaseException | None = None) -> None:
-        with self._changed:
+        with self._lock:
             self._finished, self._error = True, error
             self._changed.notify_all()
 
     def take(self) -> T:
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: self._items or self._finished or self.stop.is_set())
             if self._items and not self.stop.is_set():
                 item = self._items.popleft()
@@ -73,7 +75,7 @@ class _Channel(Generic[T]):
 
     def close(self) -> None:
         self.stop.set()
-        with self._changed:
+        with self._lock:
             self._items.clear()
             self._changed.notify_all()
 

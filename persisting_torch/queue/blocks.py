@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from concurrent.futures import Future
 
 import numpy as np
 import pyarrow as pa
@@ -29,6 +28,34 @@ class Block:
         self.left = table.num_rows
 
 
+class Coming:
+    """A block that one thread reads and others may wait for. No signal leaves them waiting."""
+
+    __slots__ = ("_block", "_error", "_reading", "done")
+
+    def __init__(self) -> None:
+        self.done = False
+        self._block: Block | None = None
+        self._error: Exception | None = None
+        self._reading = threading.Lock()
+        self._reading.acquire()
+
+    def settle(self, block: Block | None, error: Exception | None = None) -> None:
+        """Say how it went; neither block nor error, where a signal broke the reading off."""
+        if not self.done:
+            self._block, self._error, self.done = block, error, True
+            self._reading.release()
+
+    def result(self) -> Block | None:
+        """The block; None if its reading was broken off. Raises what went wrong."""
+        if not self.done:
+            with self._reading:
+                pass
+        if self._error is not None:
+            raise self._error
+        return self._block
+
+
 class BlockCache:
     """Blocks by key, the least recently used forgotten first. Thread safe.
 
@@ -39,7 +66,7 @@ class BlockCache:
     def __init__(self, folder: str) -> None:
         self._session = LanceFileSession(folder)
         self._files: OrderedDict[tuple[str, tuple[str, ...]], list[LanceFileReader]] = OrderedDict()
-        self._blocks: OrderedDict[BlockKey, Future[Block]] = OrderedDict()
+        self._blocks: OrderedDict[BlockKey, Coming] = OrderedDict()
         self._sizes: dict[BlockKey, int] = {}
         self._lock = threading.Lock()
 
@@ -49,13 +76,13 @@ class BlockCache:
             future = self._blocks.get(part.key)
             if future is None:
                 return False
-            return not future.done() or bool(future.result().fresh[part.at].all())
+            block = future.result() if future.done else None
+            return not future.done or (block is not None and bool(block.fresh[part.at].all()))
 
     def hand_out(self, layout: Layout, part: Part) -> list[pa.Table]:
         """The rows in place, one slice for each run of them."""
         while True:
-            future = self._get(layout, part.slot, part.key)
-            block = future.result()
+            future, block = self._get(layout, part.slot, part.key)
             with self._lock:
                 if not block.fresh[part.at].all():
                     self._forget(part.key, future)
@@ -70,7 +97,7 @@ class BlockCache:
         """A block that is here and has rows left to hand out."""
         with self._lock:
             future = self._blocks.get(key)
-            return future.result() if future is not None and future.done() else None
+            return future.result() if future is not None and future.done else None
 
     def hand_out_of(self, block: Block, key: BlockKey, start: int, stop: int) -> pa.Table | None:
         """Rows start to stop - 1 of a block in place; None if one of them was handed out."""
@@ -82,15 +109,14 @@ class BlockCache:
             block.left -= stop - start
             future = self._blocks.get(key)
             # A block that was forgotten may be on its way anew, and needs the lock to arrive.
-            if not block.left and future and future.done() and future.result() is block:
+            if not block.left and future and future.done and future.result() is block:
                 self._forget(key, future)
         return block.table.slice(start, stop - start)
 
     def copy(self, layout: Layout, part: Part) -> pa.Table:
         """A copy of the rows, in the order asked for."""
         while True:
-            future = self._get(layout, part.slot, part.key)
-            block = future.result()
+            future, block = self._get(layout, part.slot, part.key)
             copied = block.table.take(pa.array(part.at))
             with self._lock:
                 if block.fresh[part.at].all():
@@ -102,29 +128,44 @@ class BlockCache:
         with self._lock:
             if key in self._blocks:
                 return
-            future = self._blocks[key] = Future()
+            future = self._blocks[key] = Coming()
             try:
                 threads().submit(self._fill, layout, slot, key, future)
             except RuntimeError:  # the interpreter is shutting down
                 self._forget(key, future)
+            except BaseException:
+                self._forget(key, future)
+                future.settle(None)
+                raise
 
-    def _get(self, layout: Layout, slot: int, key: BlockKey) -> Future[Block]:
-        with self._lock:
-            future = self._blocks.get(key)
-            if future is not None:
-                self._blocks.move_to_end(key)
-                return future
-            future = self._blocks[key] = Future()
-        self._fill(layout, slot, key, future)
-        return future
-
-    def _fill(self, layout: Layout, slot: int, key: BlockKey, future: Future[Block]) -> None:
-        try:
-            block = Block(self._load(layout, slot, key))
-        except BaseException as error:
+    def _get(self, layout: Layout, slot: int, key: BlockKey) -> tuple[Coming, Block]:
+        while True:
+            future, block = self._try_to_get(layout, slot, key)
+            if block is not None:
+                return future, block
             with self._lock:
                 self._forget(key, future)
-            future.set_exception(error)
+
+    def _try_to_get(self, layout: Layout, slot: int, key: BlockKey) -> tuple[Coming, Block | None]:
+        mine = Coming()
+        try:
+            with self._lock:
+                future = self._blocks.setdefault(key, mine)
+                self._blocks.move_to_end(key)
+            if future is mine:
+                self._fill(layout, slot, key, mine)
+        except BaseException:
+            mine.settle(None)
+            raise
+        return future, future.result()
+
+    def _fill(self, layout: Layout, slot: int, key: BlockKey, future: Coming) -> None:
+        try:
+            block = Block(self._load(layout, slot, key))
+        except Exception as error:
+            with self._lock:
+                self._forget(key, future)
+            future.settle(None, error)
             return
         with self._lock:
             self._sizes[key] = block.table.nbytes
@@ -135,9 +176,9 @@ class BlockCache:
                 if other in self._sizes:
                     held -= self._sizes[other]
                     self._forget(other, self._blocks[other])
-        future.set_result(block)
+        future.settle(block)
 
-    def _forget(self, key: BlockKey, future: Future[Block]) -> None:
+    def _forget(self, key: BlockKey, future: Coming) -> None:
         if self._blocks.get(key) is future:
             del self._blocks[key]
             self._sizes.pop(key, None)

@@ -10,12 +10,14 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Protocol
 
 from persisting_torch.errors import PersistingError
 from persisting_torch.queue import waiting
-from persisting_torch.queue.threads import threads
+from persisting_torch.queue.threads import Background, threads
 
 LONGEST_TICK_SECONDS = 1.0
 SIGTERM_EXIT_CODE = 128 + signal.SIGTERM
@@ -33,8 +35,9 @@ class Open(Protocol):
 
 _open: dict[int, Open] = {}
 _lock = threading.Lock()
-_ticker: threading.Thread | None = None
-_wake = threading.Event()
+_ticker: Background | None = None
+# Not an Event: a signal in its `set` could leave its lock taken.
+_wake: SimpleQueue[None] = SimpleQueue()
 _used = False
 _forked_from = 0
 
@@ -49,9 +52,8 @@ def register(engine: Open) -> None:
         _used = True
         _open[id(engine)] = engine
         if _ticker is None or not _ticker.is_alive():
-            _ticker = threading.Thread(target=_tick, name="persisting_torch", daemon=True)
-            _ticker.start()
-    _wake.set()
+            _ticker = Background(_tick)
+    _wake.put(None)
     _listen_to_sigterm()
 
 
@@ -82,8 +84,8 @@ def check_process(what: str) -> None:
 def _tick() -> None:
     delay = LONGEST_TICK_SECONDS
     while True:
-        _wake.wait(delay)
-        _wake.clear()
+        with suppress(Empty):
+            _wake.get(timeout=delay)
         with _lock:
             engines = list(_open.values())
         delay = min((engine.tick() for engine in engines), default=LONGEST_TICK_SECONDS)
@@ -133,8 +135,9 @@ def _exit_on_sigterm(number: int, frame: FrameType | None) -> None:
 
 
 def _after_fork_in_child() -> None:
-    global _lock, _ticker, _forked_from
+    global _lock, _ticker, _wake, _forked_from
     _lock = threading.Lock()
+    _wake = SimpleQueue()
     _ticker = None
     if _used:
         _forked_from = os.getppid()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from persisting_torch.queue.clearing import reclaim, remove_rows
@@ -14,7 +15,7 @@ from persisting_torch.queue.folding import Thrift
 from persisting_torch.queue.locks import FileLock
 from persisting_torch.queue.look import fold_drops
 from persisting_torch.queue.retention import Keeper
-from persisting_torch.queue.threads import undisturbed
+from persisting_torch.queue.threads import Background, undisturbed
 from persisting_torch.queue.upkeep import clean, compact
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class Tending:
         self._late = 0
         self._claims = 0
         self._last_flush = 0.0
-        self._thread: threading.Thread | None = None
+        self._thread: Background | None = None
         self._beginning = threading.Lock()
         self._reclaims = True
         self.keeper = Keeper(engine)
@@ -96,10 +97,7 @@ class Tending:
             running = self._thread is not None and self._thread.is_alive()
             if running or self._stopping:
                 return False
-            self._thread = threading.Thread(
-                target=self._run, args=(what,), name="persisting_torch upkeep", daemon=True
-            )
-            self._thread.start()
+            self._thread = Background(partial(self._run, what))
             return True
 
     def _run(self, what: Callable[[], bool]) -> None:
@@ -179,6 +177,6 @@ class Tending:
         """End upkeep at its next step, and wait for that."""
         with self._beginning:
             self._stopping = True
-        if self._thread is not None and self._thread is not threading.current_thread():
+        if self._thread is not None:
             self._thread.join(STOP_SECONDS)
         self._lock.close()

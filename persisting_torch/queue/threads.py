@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from contextvars import copy_context
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 Answer = TypeVar("Answer")
@@ -17,18 +18,47 @@ MOST = 16
 END_SECONDS = 60.0
 
 
+class Background:
+    """A daemon thread whose start no signal can break off half-way.
+
+    The start of a `threading.Thread` waits on an Event; a signal there leaves the thread stuck for
+    ever, and whoever joins it too.
+    """
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+        self._ended = threading.Lock()
+        self._ended.acquire()
+        self.ident: int = _thread.start_new_thread(self._run, ())
+
+    def _run(self) -> None:
+        try:
+            self._call()
+        finally:
+            self._ended.release()
+
+    def is_alive(self) -> bool:
+        return self._ended.locked()
+
+    def join(self, limit: float) -> None:
+        """Wait for its end, `limit` seconds at most; its own thread does not wait."""
+        if self.ident != threading.get_ident() and self._ended.acquire(timeout=limit):
+            self._ended.release()
+
+
 class Threads(Executor):
     """Threads that start as they are needed and do not hold up the end of the interpreter.
 
-    Unlike a ThreadPoolExecutor, which waits forever at the end for a thread whose start a signal
-    broke off.
+    Unlike a ThreadPoolExecutor, no signal that arrives in `submit` leaves them unusable.
     """
 
     def __init__(self, most: int = MOST) -> None:
         self._most = most
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._idle = threading.Semaphore(0)
-        self._threads: list[threading.Thread] = []
+        # A token for each idle thread. Not a Semaphore: a signal that breaks into its acquire
+        # leaves its lock taken, and then nobody ever gets through again.
+        self._idle: SimpleQueue[None] = SimpleQueue()
+        self._threads: list[Background] = []
         self._ended = False
 
     def submit(self, call: Callable[..., Answer], /, *args: Any, **kwargs: Any) -> Future[Answer]:
@@ -44,12 +74,17 @@ class Threads(Executor):
                 except BaseException as error:
                     future.set_exception(error)
 
-        if not self._idle.acquire(blocking=False) and len(self._threads) < self._most:
-            thread = threading.Thread(target=self._work, name="persisting_torch", daemon=True)
-            self._threads.append(thread)
-            thread.start()
+        if not self._take_idle() and len(self._threads) < self._most:
+            self._threads.append(Background(self._work))
         self._calls.put(settle)
         return future
+
+    def _take_idle(self) -> bool:
+        try:
+            self._idle.get_nowait()
+        except Empty:
+            return False
+        return True
 
     def _work(self) -> None:
         while True:
@@ -58,7 +93,7 @@ class Threads(Executor):
                 return
             settle()
             del settle
-            self._idle.release()
+            self._idle.put(None)
 
     def end(self) -> None:
         """Let calls under way end: a thread that wakes in an ended interpreter may crash it."""
@@ -66,8 +101,7 @@ class Threads(Executor):
         for _ in self._threads:
             self._calls.put(None)
         for thread in self._threads:
-            if thread.ident is not None:
-                thread.join(END_SECONDS)
+            thread.join(END_SECONDS)
 
 
 _of_process: dict[int, Threads] = {}

@@ -20,7 +20,9 @@ class Hub:
 
     def __init__(self) -> None:
         self.changes = 0
-        self.condition = threading.Condition()
+        # Taken by itself: a signal in the condition's own __enter__ would leave it taken.
+        self.lock = threading.Lock()
+        self.condition = threading.Condition(self.lock)
         self.listeners: set[Callable[[], None]] = set()
         self.waiting = 0
 
@@ -28,7 +30,7 @@ class Hub:
         """Say that something has changed. Costs next to nothing when nobody waits."""
         self.changes += 1
         if self.waiting:
-            with self.condition:
+            with self.lock:
                 self.condition.notify_all()
         if self.listeners:
             for listener in tuple(self.listeners):
@@ -76,7 +78,7 @@ class News:
             left = deadline - time.monotonic()
             if left <= 0 or (stop is not None and stop.is_set()):
                 return False
-            with self._hub.condition:
+            with self._hub.lock:
                 self._hub.waiting += 1
                 try:
                     if self._hub.changes == self._seen[0]:

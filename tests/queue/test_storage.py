@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,7 +16,7 @@ import torch
 from lance.fragment import LanceFragment, RowIdSequence
 
 from persisting_torch.queue import reading
-from persisting_torch.queue.blocks import Block, BlockCache
+from persisting_torch.queue.blocks import Block, BlockCache, Coming
 from persisting_torch.queue.layout import BlockKey, Layout
 from persisting_torch.queue.storage import FRAGMENT_BYTES, RowStore
 from tests.queue.lance_rows import COLUMNS, assert_reads, filled, rows
@@ -362,7 +361,7 @@ def test_a_block_on_its_way_anew_does_not_hold_up_who_ends_its_predecessor(tmp_p
     cache = BlockCache(str(tmp_path))
     key = BlockKey(("a",), ("x",), 0, 4)
     old = Block(pa.table({"x": [0, 1, 2, 3]}))
-    cache._blocks[key] = Future()  # not here yet: it was forgotten and is being read again
+    cache._blocks[key] = Coming()  # not here yet: it was forgotten and is being read again
     found: list[pa.Table | None] = []
     reader = threading.Thread(
         target=lambda: found.append(cache.hand_out_of(old, key, 0, 4)), daemon=True
