@@ -11,6 +11,7 @@ from typing import Any, Literal
 from pyroaring import BitMap64
 
 from persisting_torch.errors import PersistingError
+from persisting_torch.queue.again import again
 from persisting_torch.queue.books import Books
 from persisting_torch.queue.claims import replace_taken, take
 from persisting_torch.queue.ledger import Ledger
@@ -83,6 +84,7 @@ class Assignments:
         self.books = books
         self.reads = reads
 
+    @again
     def assignment(self, order: Order, k: int) -> Assignment | type[End] | None:
         """Global batch k: the one decided before, else a new one, None if not enough is ready.
 
@@ -242,6 +244,7 @@ class Assignments:
                 return rest
         return []
 
+    @again
     def recut(self, order: Order, k: int) -> None:
         """Let a run that resumes at batch k with other sizes form its batches anew.
 
@@ -277,6 +280,7 @@ class Assignments:
             known = self.books.tasks.get((task, partition))
             return 0 if known is None else known.cursor
 
+    @again
     def commit_cursor(self, task: str, partition: str, k: int) -> None:
         """Move the cursor up to k; it never moves back."""
         with self.ledger.transaction() as tx:
@@ -284,6 +288,7 @@ class Assignments:
             number = self.books.task_id(tx, task, partition)
             tx.execute("UPDATE tasks SET cursor = ? WHERE id = ? AND cursor < ?", (k, number, k))
 
+    @again
     def note_checkpoint(self, task: str, partition: str, path: str, k: int) -> None:
         """What is at this path may be resumed from batch k, as long as it is there."""
         with self.ledger.transaction() as tx:

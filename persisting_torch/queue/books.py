@@ -20,12 +20,14 @@ from pyroaring import BitMap64
 from persisting_torch.queue.fields import FieldType, Schema, Variant
 from persisting_torch.queue.keep import KEEP_ALL, read_retention
 from persisting_torch.queue.ledger import Ledger
+from persisting_torch.queue.places import Places
 from persisting_torch.queue.runs import Int64s, Runs
 from persisting_torch.queue.sets import set_of, unpack_set
 
 VIEWS_KEPT = 64
 TABLES_WITH_NEWS = (
     "fields",
+    "places",
     "runs",
     "arrivals",
     "late",
@@ -41,6 +43,7 @@ PULSE = """SELECT
     (SELECT value FROM meta WHERE key = 'partitions'),
     (SELECT max(seq) FROM fields),
     (SELECT max(id) FROM field_sets),
+    (SELECT seq FROM sqlite_sequence WHERE name = 'places'),
     (SELECT seq FROM sqlite_sequence WHERE name = 'runs'),
     (SELECT seq FROM sqlite_sequence WHERE name = 'arrivals'),
     (SELECT seq FROM sqlite_sequence WHERE name = 'late'),
@@ -126,6 +129,7 @@ class Books:
     def _forget(self) -> None:
         self.schema = Schema(self.ledger.place.queue)
         self.runs = Runs()
+        self.places = Places()
         self.partitions: dict[str, Partition] = {}
         self.tasks: dict[tuple[str, str], Task] = {}
         self.rows = 0
@@ -192,6 +196,7 @@ class Books:
             self._read_partitions,
             self._read_fields,
             self._read_field_sets,
+            self._read_places,
             self._read_runs,
             self._read_arrivals,
             self._read_late,
@@ -228,6 +233,10 @@ class Books:
         known = max(self._field_sets, default=0)
         for number, names in tx.execute("SELECT id, names FROM field_sets WHERE id > ?", (known,)):
             self._field_sets[number] = tuple(json.loads(names))
+
+    def _read_places(self, tx: sqlite3.Connection) -> None:
+        for _, *place in self._news(tx, "places", "first_row, count, bucket, bucket_row"):
+            self.places.add(*place)
 
     def _read_runs(self, tx: sqlite3.Connection) -> None:
         came, known = BitMap64(), self.rows
@@ -283,6 +292,7 @@ class Books:
         self.removed = found[0] if found else 0
         if self.removed and self.removed >= self._seen["cleared"]:
             self.runs.drop(self.gone)
+            self.places.drop(self.gone)
             self._tidy()
 
     def _tidy(self) -> None:
@@ -410,10 +420,14 @@ class Books:
         counts = {name: len(untaken - where.having.get(name, BitMap64())) for name in view.fields}
         return {name: count for name, count in sorted(counts.items()) if count}
 
-    def has_arrived(self, partition: str, index: int) -> bool:
-        """Whether this sample of the partition was committed, cleared or not."""
+    def arrived_of(self, partition: str, first: int, count: int) -> BitMap64:
+        """Which of these consecutive samples of the partition were committed, cleared or not."""
         where = self.partitions.get(partition)
-        return where is not None and index in where.arrived
+        own = BitMap64()
+        if where is not None and count:
+            own.add_range(first, first + count)
+            own &= where.arrived
+        return own
 
     def strays(self, partition: str, indexes: Sequence[int] | Int64s) -> list[int]:
         """Those of the indexes, ten at most, that were never put into the partition."""

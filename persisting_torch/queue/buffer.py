@@ -15,7 +15,7 @@ from torch import Tensor
 
 from persisting_torch.queue.encode import EncodedBatch, encode_rows, physical_columns
 from persisting_torch.queue.fields import Schema
-from persisting_torch.queue.sets import set_of
+from persisting_torch.queue.sets import set_of, solid_ranges
 
 INDEX_COLUMN = "_index"
 PARTITION_COLUMN = "_partition"
@@ -56,6 +56,19 @@ class Chunk:
     @property
     def indexes(self) -> range:
         return range(self.first, self.first + len(self))
+
+    def without(self, arrived: BitMap64) -> list[Chunk]:
+        """What is left of the chunk without some of its samples."""
+        if not arrived:
+            return [self]
+        left = set_of(self.indexes) - arrived
+        return [self._part(*bounds) for bounds in solid_ranges(left)]
+
+    def _part(self, first: int, stop: int) -> Chunk:
+        at = slice(first - self.first, stop - self.first)
+        keys = [key for key in self.keys if first <= key[1] < stop]
+        batch = None if self.batch is None else self.batch.part(at.start, at.stop)
+        return Chunk(self.partition, first, self.rows[at], batch, keys)
 
 
 class Buffer:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pyroaring import BitMap64
 
 from persisting_torch.errors import PersistingError
+from persisting_torch.queue.again import again
 from persisting_torch.queue.books import Books, Task, View
 from persisting_torch.queue.leases import finish, withdraw
 from persisting_torch.queue.ledger import Ledger
@@ -51,6 +52,7 @@ class Claims:
 
     # Claims by batch, as get_meta makes them
 
+    @again
     def claim(
         self,
         task: str,
@@ -150,6 +152,7 @@ class Claims:
             sampler.clear_cache(view.partition)
         self._epochs[place] = epoch
 
+    @again
     def mark(self, task: str, partition: str, indexes: Sequence[int]) -> None:
         """Take these samples for the task, whoever decided it. Of none, make the task known.
 
@@ -169,6 +172,7 @@ class Claims:
                 take(tx, number, members)
                 finish(tx, members, task=number)
 
+    @again
     def reset(self, task: str, partition: str) -> None:
         """Forget all that the task has taken in the partition."""
         with self.ledger.transaction() as tx:

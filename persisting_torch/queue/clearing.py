@@ -21,7 +21,7 @@ from persisting_torch.queue.sets import pack_set, unpack_set
 from persisting_torch.queue.storage import RowStore
 
 if TYPE_CHECKING:
-    from persisting_torch.queue.engine import Engine
+    from persisting_torch.queue.parts import Plain
 
 MOST_ENTRIES = 1000
 RECLAIM_BYTES = 16 << 20
@@ -42,34 +42,34 @@ def enter_cleared(tx: sqlite3.Connection, partition: int, members: BitMap64) -> 
         tx.executemany(f"DELETE FROM {table} WHERE sample = ?", doomed)
 
 
-def remove_rows(engine: Engine) -> bool:
+def remove_rows(bucket: Plain) -> bool:
     """Delete the rows of samples that were cleared since the last time; whether there were any."""
-    with engine.ledger.reading() as tx:
-        engine.books.refresh(tx)
-        removed = engine.books.removed
+    with bucket.ledger.reading() as tx:
+        bucket.books.refresh(tx)
+        removed = bucket.books.removed
         news = tx.execute(
             "SELECT seq, first, count, members FROM cleared WHERE seq > ?", (removed,)
         ).fetchall()
         if not news:
             return False
         members = BitMap64().union(*(unpack_set(*packed) for _, *packed in news))
-        rows = np.array(engine.books.runs.rows_of_set(members).to_array(), dtype=np.int64)
-    with engine.commit_lock:
-        nbytes = engine.rows.delete(rows)
+        rows = np.array(bucket.books.runs.rows_of_set(members).to_array(), dtype=np.int64)
+    with bucket.commit_lock:
+        nbytes = bucket.rows.delete(rows)
     last = max(seq for seq, *_ in news)
-    with engine.ledger.transaction() as tx:
-        engine.books.refresh(tx)
-        if engine.books.removed >= last:
+    with bucket.ledger.transaction() as tx:
+        bucket.books.refresh(tx)
+        if bucket.books.removed >= last:
             return True  # another process was at it, too
-        _count_deleted(tx, len(rows), nbytes)
+        count_deleted(tx, len(rows), nbytes)
         tx.execute("INSERT OR REPLACE INTO meta VALUES ('removed', ?)", (last,))
         if tx.execute("SELECT max(seq) FROM cleared").fetchone()[0] == last:
-            _forget_runs(tx, engine.books.gone)
-            fold_cleared(tx, MOST_ENTRIES)
+            forget_runs(tx, bucket.books.gone)
+            fold_cleared(tx)
     return True
 
 
-def _count_deleted(tx: sqlite3.Connection, samples: int, nbytes: int) -> None:
+def count_deleted(tx: sqlite3.Connection, samples: int, nbytes: int) -> None:
     so_far = deleted(tx)
     so_far = {"samples": so_far["samples"] + samples, "bytes": so_far["bytes"] + nbytes}
     tx.execute("INSERT OR REPLACE INTO meta VALUES ('deleted', ?)", (json.dumps(so_far),))
@@ -82,15 +82,15 @@ def deleted(tx: sqlite3.Connection) -> dict[str, int]:
     return figures
 
 
-def _forget_runs(tx: sqlite3.Connection, gone: BitMap64) -> None:
+def forget_runs(tx: sqlite3.Connection, gone: BitMap64) -> None:
     """Drop runs without a row that is there, but for the last, which new rows may lengthen."""
     runs = tx.execute("SELECT seq, first_row, first_row + count FROM runs").fetchall()
-    last = max(end for _, _, end in runs)
+    last = max((end for _, _, end in runs), default=0)
     dead = [(seq,) for seq, row, end in runs if end < last and gone.contains_range(row, end)]
     tx.executemany("DELETE FROM runs WHERE seq = ?", dead)
 
 
-def fold_cleared(tx: sqlite3.Connection, most: int) -> None:
+def fold_cleared(tx: sqlite3.Connection, most: int = MOST_ENTRIES) -> None:
     """Join entries whose rows are all deleted into one for each partition, if they are many."""
     if tx.execute("SELECT count(*) FROM cleared").fetchone()[0] <= most:
         return

@@ -23,7 +23,7 @@ from persisting_torch.queue.buffer import Arrivals, Composed, Names
 from persisting_torch.queue.late import LateBatch
 from persisting_torch.queue.leases import finish
 from persisting_torch.queue.ledger import Ledger
-from persisting_torch.queue.locks import FileLock
+from persisting_torch.queue.locks import Lock
 from persisting_torch.queue.sets import Packed, pack_set, unpack_set
 from persisting_torch.queue.storage import RowStore
 
@@ -37,7 +37,7 @@ class Committer:
 
     ledger: Ledger
     books: Books
-    lock: FileLock
+    lock: Lock
     rows: RowStore
     late: RowStore
     writer: str = ""
@@ -71,7 +71,7 @@ class Committer:
             "late": [(names, len(indexes)) for names, indexes in late.arrivals],
             "keys": keys,
             "finished": [
-                (producer.name, *_as_text(pack_set(members)))
+                (producer.name, *as_text(pack_set(members)))
                 for producer, members in finishing.parts
             ],
             "writer": self.writer,
@@ -129,18 +129,7 @@ class Committer:
             self.books.refresh(tx)
             if check is not None:
                 check(tx)
-            note["arrivals"] = [
-                (
-                    self.books.partition_id(tx, partition),
-                    self.books.field_set_id(tx, names),
-                    *_as_text(pack_set(members)),
-                )
-                for (partition, names), members in came.items()
-            ]
-            note["keys"] = [
-                (self.books.partition_id(tx, partition), key, index, tag)
-                for partition, key, index, tag in note["keys"]
-            ]
+            self._number(tx, note, came)
             tx.execute(
                 "INSERT INTO pending VALUES (?, ?, ?, ?)",
                 (which, first_row, count, json.dumps(note)),
@@ -149,6 +138,21 @@ class Committer:
         with self.ledger.transaction() as tx:
             self._enter(tx, which, first_row, note)
         return first_row
+
+    def _number(self, tx: sqlite3.Connection, note: dict[str, Any], came: Arrivals) -> None:
+        """Put the ledger's numbers for partitions and sets of fields into a note."""
+        note["arrivals"] = [
+            (
+                self.books.partition_id(tx, partition),
+                self.books.field_set_id(tx, names),
+                *as_text(pack_set(members)),
+            )
+            for (partition, names), members in came.items()
+        ]
+        note["keys"] = [
+            (self.books.partition_id(tx, partition), key, index, tag)
+            for partition, key, index, tag in note["keys"]
+        ]
 
     def _store(self, which: str) -> RowStore:
         return self.rows if which == "data" else self.late
@@ -187,9 +191,9 @@ class Committer:
             if "gone" in note:
                 _enter_fold(tx, note["gone"], note["folded"])
         for partition, field_set, first, length, members in note["arrivals"]:
-            _enter_arrival(tx, partition, field_set, *_from_text(first, length, members))
+            _enter_arrival(tx, partition, field_set, *from_text(first, length, members))
         for producer, *packed in note.get("finished", ()):
-            finish(tx, unpack_set(*_from_text(*packed)), producer=producer)
+            finish(tx, unpack_set(*from_text(*packed)), producer=producer)
         tx.executemany(
             "INSERT INTO keys VALUES (?, ?, ?, ?) ON CONFLICT (partition, key)"
             " DO UPDATE SET tag = coalesce(excluded.tag, tag)",
@@ -254,12 +258,12 @@ def _enter_arrival(
     )
 
 
-def _as_text(packed: Packed) -> tuple[int, int, str | None]:
+def as_text(packed: Packed) -> tuple[int, int, str | None]:
     first, count, members = packed
     return first, count, None if members is None else base64.b64encode(members).decode()
 
 
-def _from_text(first: int, count: int, members: str | None) -> Packed:
+def from_text(first: int, count: int, members: str | None) -> Packed:
     return first, count, None if members is None else base64.b64decode(members)
 
 

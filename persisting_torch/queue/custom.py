@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from persisting_torch.errors import SchemaError
+from persisting_torch.queue.again import again
 from persisting_torch.queue.books import Books
 from persisting_torch.queue.ledger import Ledger
 from persisting_torch.queue.runs import Int64s
@@ -42,6 +43,7 @@ class CustomMeta:
             return None
         return [json.loads(notes.get(index, "{}")) for index in wanted.tolist()]
 
+    @again
     def enter(
         self, partition: str, indexes: Sequence[int], notes: Sequence[Mapping[str, Any]]
     ) -> None:

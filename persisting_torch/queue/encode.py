@@ -69,6 +69,11 @@ class EncodedBatch:
         """The size of the columns in memory."""
         return sum(array.nbytes for _, _, _, array in self.columns)
 
+    def part(self, start: int, stop: int) -> EncodedBatch:
+        """Samples start to stop - 1, in the same memory."""
+        columns = [(*column[:3], column[3].slice(start, stop - start)) for column in self.columns]
+        return EncodedBatch(stop - start, columns, self.empty)
+
 
 def encode_rows(rows: Sequence[dict[str, Stored]], schema: Schema) -> dict[str, pa.Array]:
     """The physical columns of stored records, one row a record.

@@ -9,6 +9,7 @@ tick            what is due now and then: flush by age, lease, upkeep
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Sequence
@@ -20,28 +21,27 @@ import numpy as np
 from tensordict import TensorDict
 
 from persisting_torch.errors import (
+    BucketUnavailable,
     PersistingError,
     QueueClosed,
     StaleOwner,
 )
 from persisting_torch.queue import lifecycle
+from persisting_torch.queue.again import again
 from persisting_torch.queue.assignments import Assignment, Assignments, Last
-from persisting_torch.queue.books import Books
 from persisting_torch.queue.claims import Claims
-from persisting_torch.queue.commit import Committer
 from persisting_torch.queue.custom import CustomMeta
 from persisting_torch.queue.demand import LONGEST_WAIT_SECONDS, Demand
 from persisting_torch.queue.intake import Intake
 from persisting_torch.queue.keep import Retention, store_retention
-from persisting_torch.queue.late import LateFields
 from persisting_torch.queue.lease import RENEW_SECONDS, end_lease, renew_lease, take_lease
-from persisting_torch.queue.ledger import Ledger
-from persisting_torch.queue.locks import FileLock
 from persisting_torch.queue.look import Look, Sampler, needs_of
 from persisting_torch.queue.meta import BatchMeta
 from persisting_torch.queue.metrics import Metrics
 from persisting_torch.queue.names import check_name
+from persisting_torch.queue.ownership import refuse_living_owner
 from persisting_torch.queue.pacing import Pace
+from persisting_torch.queue.parts import Parts, local_parts
 from persisting_torch.queue.place import Place
 from persisting_torch.queue.producers import ROUND_SECONDS, Producers
 from persisting_torch.queue.reads import Reads, check_range
@@ -69,32 +69,27 @@ class Engine:
         pace: Pace | None = None,
         enable_metrics: bool = False,
         retention: Retention | None = None,
+        parts: Parts | None = None,
     ) -> None:
+        """The parts are those of a queue of this machine, unless others are given."""
         lifecycle.check_process(f"queue {place.queue!r}")
         self.place = place
         self.auto_flush_interval_sec = auto_flush_interval_sec
         self.pace = pace or Pace()
         self.metrics = Metrics(enable_metrics)
-        fsync = durability == "fsync"
-        self.commit_lock = FileLock(place.commit_lock)
-        if place.writable:
-            with self.commit_lock:
-                self.ledger = Ledger(place, fsync=fsync)
-            self._lease_end = take_lease(self.ledger, id(self))
-        else:
-            self.ledger = Ledger(place)
-        self.books = Books(self.ledger)
-        self.rows = RowStore(place.data, fsync=fsync)
-        self.late = LateFields(RowStore(place.late, fsync=fsync), self.rows, self.books)
+        parts = parts or local_parts(place, fsync=durability == "fsync")
+        self.ledger, self.books = parts.ledger, parts.books
+        self.rows, self.late = parts.rows, parts.late
+        self.committer, self.commit_lock = parts.committer, parts.committer.lock
+        self.router = parts.router
+        self._leases = parts.local and place.writable
+        self._lease_end = self._lease() if self._leases else math.inf
         self.intake = Intake(
             self.ledger,
             self.books,
             batch_size=batch_size,
             allow_pickle=allow_pickle,
             zerocopy_mode=zerocopy_mode,
-        )
-        self.committer = Committer(
-            self.ledger, self.books, self.commit_lock, self.rows, self.late.store
         )
         self.hub = hub_of(place.bucket)
         self.reads = Reads(
@@ -103,15 +98,17 @@ class Engine:
         self.claims = Claims(self.ledger, self.books, self.reads)
         self.custom = CustomMeta(self.ledger, self.books)
         self.assignments = Assignments(self.ledger, self.books, self.reads)
-        self.tending = Tending(self)
+        self.tending = Tending(self, parts)
         self.writes = Writes(self)
         self._error: BaseException | None = None
+        self._closed = False
         self._lease_due = time.monotonic() + RENEW_SECONDS
         self.producers = Producers(self.committer, self.hub)
         self._closing = threading.RLock()
         if place.writable:
-            with self.commit_lock:
-                self.committer.recover()
+            if parts.local:
+                with self.commit_lock:
+                    self.committer.recover()
             if retention is not None:
                 with self.ledger.transaction() as tx:
                     store_retention(tx, retention)
@@ -119,15 +116,28 @@ class Engine:
             self.books.refresh(tx)
         lifecycle.register(self)
 
+    def _lease(self) -> float:
+        """Say that this process has the queue open, unless a cluster has; until when that holds."""
+        end = take_lease(self.ledger, id(self))
+        try:
+            refuse_living_owner(self.place)
+        except BaseException:
+            end_lease(self.ledger, id(self))
+            self.ledger.close()
+            raise
+        return end
+
     # Checks
 
     @property
     def closed(self) -> bool:
-        return self.ledger.closed
+        return self._closed or self.ledger.closed
 
     def check_open(self, *, writing: bool = False) -> None:
         """Raise unless the engine may be used (to write) in this process, at this time."""
         lifecycle.check_process(f"queue {self.place.queue!r}")
+        if self._closed:
+            self.ledger.refuse_closed()
         self.ledger.check_open()
         if writing and not self.place.writable:
             raise PersistingError(
@@ -194,6 +204,12 @@ class Engine:
             self.flush()
             self.tending.remove_cleared()
             self.tending.fold_all()
+        if not isinstance(self.rows, RowStore):
+            raise PersistingError(
+                f"queue {self.place.queue!r} has {self.place.num_buckets} buckets, and so as many"
+                f" Lance datasets: {self.place.root}/bucket-*/data.lance. Open those, or export()"
+                " the queue into one."
+            )
         if not self.rows.exists():
             raise PersistingError(
                 f"queue {self.place.queue!r} has no rows yet. Put and flush some first."
@@ -333,6 +349,7 @@ class Engine:
         self.hub.notify()
         self.tending.note_flush()
 
+    @again
     def seal(self, partition: str | None) -> None:
         """No more samples will come to the partition, or with None to the queue."""
         self.check_open(writing=True)
@@ -458,7 +475,7 @@ class Engine:
         turns = [1.0]
         try:
             self.producers.beat()
-            if self.place.writable and now >= self._lease_due:
+            if self._leases and now >= self._lease_due:
                 self._lease_end = renew_lease(self.ledger, id(self))
                 self._lease_due = now + RENEW_SECONDS
             interval = self.auto_flush_interval_sec
@@ -469,7 +486,7 @@ class Engine:
                 turns.append(max(0.005, min(interval / 4, 0.25)))
             self.tending.tick()
             self.producers.reclaim(ROUND_SECONDS)
-        except (QueueClosed, StaleOwner):
+        except (QueueClosed, StaleOwner, BucketUnavailable):
             pass  # those who use the queue are told, too
         except Exception as error:
             self._error = error
@@ -484,7 +501,7 @@ class Engine:
         if lifecycle.is_fork():
             return
         with self._closing:
-            if self.closed:
+            if self._closed:
                 return
             self._error = None
             with self.intake.closing():
@@ -495,11 +512,21 @@ class Engine:
                 try:
                     if self.place.writable and self.ledger.lost is None:
                         self.intake.give_back()
+                    if self._leases and self.ledger.lost is None:
                         end_lease(self.ledger, id(self))
                 finally:
+                    self._closed = True
                     self.ledger.close()
         self.commit_lock.close()
         self.hub.notify()
+
+    def abandon(self) -> None:
+        """Close without a trace: what it looked after belongs to another process by now."""
+        lifecycle.unregister(self)
+        self._closed = True
+        self.tending.stop()
+        self.ledger.close()
+        self.commit_lock.close()
 
 
 def _check_batch_size(batch_size: int) -> None:

@@ -39,7 +39,8 @@ from persisting_torch.queue.newest import covered
 from persisting_torch.queue.storage import FRAGMENT_BYTES, RowStore, data_files
 
 if TYPE_CHECKING:
-    from persisting_torch.queue.engine import Engine
+    from persisting_torch.queue.parts import Plain
+    from persisting_torch.queue.shard import Shard
 
 ATTEMPTS = 4  # the last one holds the commit lock from its beginning
 ROWS_AT_ONCE = 8192
@@ -48,22 +49,22 @@ REST_FACTOR = 50  # folding that does not pay takes a fiftieth of the time at mo
 
 
 def fold(
-    engine: Engine, thrift: Thrift = Thrift.LITTLE, stop: Callable[[], bool] = lambda: False
+    bucket: Plain | Shard, thrift: Thrift = Thrift.LITTLE, stop: Callable[[], bool] = lambda: False
 ) -> bool:
     """Fold late values that it pays to fold, and merge small puts; whether anything was done.
 
     Any number of processes may do it at once.
     """
-    if not engine.late.store.exists():
+    if not bucket.late.store.exists():
         return False
     for attempt in range(ATTEMPTS):
         alone = attempt == ATTEMPTS - 1
-        with engine.commit_lock if alone else nullcontext():
-            found = plan(engine, thrift)
+        with bucket.commit_lock if alone else nullcontext():
+            found = plan(bucket, thrift)
             if found is None or stop():
                 return False
             try:
-                if Fold(engine, found).carry_out(stop):
+                if Fold(bucket, found).carry_out(stop):
                     return True
             except (KeyError, OSError, ValueError) as error:
                 gone = isinstance(error, KeyError) or "Not found" in str(error)
@@ -72,20 +73,20 @@ def fold(
     return False
 
 
-def sweep(engine: Engine) -> None:
+def sweep(bucket: Plain | Shard) -> None:
     """Remove fragments of `late.lance` that hold nothing that counts."""
-    if engine.late.store.exists() and len(_dead_rows(engine)):
-        with engine.commit_lock:
-            engine.committer.recover()
-            engine.late.store.delete(_dead_rows(engine))
+    if bucket.late.store.exists() and len(_dead_rows(bucket)):
+        with bucket.commit_lock:
+            bucket.committer.recover()
+            bucket.late.store.delete(_dead_rows(bucket))
 
 
-def _dead_rows(engine: Engine) -> Int64s:
+def _dead_rows(bucket: Plain | Shard) -> Int64s:
     """Rows of late fragments in which no row counts."""
-    table = engine.late.store.table()
-    with engine.ledger.lock:
-        engine.books.follow()
-        firsts, ends = ranges(list(engine.books.late.values()))
+    table = bucket.late.store.table()
+    with bucket.ledger.lock:
+        bucket.books.follow()
+        firsts, ends = ranges(list(bucket.books.late.values()))
     rows = [table.positions[i].in_order() for i in table.ids]
     dead = [own for own in rows if not covered(own, firsts, ends).any()]
     return np.concatenate(dead) if dead else np.empty(0, dtype=np.int64)
@@ -94,8 +95,8 @@ def _dead_rows(engine: Engine) -> Int64s:
 class Folds:
     """One process's part in the folding: at once what pays, and the rest now and then."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, bucket: Plain | Shard) -> None:
+        self._bucket = bucket
         self._left = 0
         self._rest = False
         self._rest_due = 0.0
@@ -103,16 +104,16 @@ class Folds:
     def run(self, stop: Callable[[], bool], thrift: Thrift = Thrift.LITTLE) -> None:
         """Fold, and remove what that leaves of `late.lance`. Others do no upkeep meanwhile."""
         started = time.monotonic()
-        fold(self._engine, thrift, stop)
-        sweep(self._engine)
+        fold(self._bucket, thrift, stop)
+        sweep(self._bucket)
         now = time.monotonic()
         self._rest_due = max(self._rest_due, now + REST_FACTOR * (now - started))
-        self._left = len(self._engine.books.late)
+        self._left = len(self._bucket.books.late)
         self._rest = thrift is Thrift.LITTLE and self._left > 0
 
     def due(self) -> bool:
         """Whether many late puts have come since, whoever made them."""
-        return len(self._engine.books.late) > self._left + MOST_LATE
+        return len(self._bucket.books.late) > self._left + MOST_LATE
 
     def rest_due(self) -> bool:
         """Whether it is time to fold what did not pay."""
@@ -122,10 +123,10 @@ class Folds:
 class Fold:
     """One plan, carried out."""
 
-    def __init__(self, engine: Engine, found: Plan) -> None:
-        self.engine = engine
+    def __init__(self, bucket: Plain | Shard, found: Plan) -> None:
+        self.bucket = bucket
         self.plan = found
-        self.late: RowStore = engine.late.store
+        self.late: RowStore = bucket.late.store
         self.changes: list[NewColumns] = []
         self.written: list[FragmentMetadata] = []
 
@@ -137,21 +138,21 @@ class Fold:
             self._discard()
             raise
         if whole:
-            with self.engine.commit_lock:
-                self.engine.committer.recover()
+            with self.bucket.commit_lock:
+                self.bucket.committer.recover()
                 whole = self._fits()
                 if whole:
                     self._commit()
         if not whole:
             self._discard()
             return False
-        sweep(self.engine)
+        sweep(self.bucket)
         return True
 
     def _write(self, stop: Callable[[], bool]) -> bool:
         """Write all files; whether `stop` let it."""
-        with self.engine.ledger.lock:
-            schema = self.engine.books.schema
+        with self.bucket.ledger.lock:
+            schema = self.bucket.books.schema
         for slot, parts in self.plan.by_slot().items():
             if stop():
                 return False
@@ -204,30 +205,30 @@ class Fold:
 
     def _fits(self) -> bool:
         """Commit the new columns, with the lock held; False if something came between."""
-        with self.engine.ledger.lock:
-            self.engine.books.follow()
-            if any(run.seq not in self.engine.books.late for run in self.plan.gone):
+        with self.bucket.ledger.lock:
+            self.bucket.books.follow()
+            if any(run.seq not in self.bucket.books.late for run in self.plan.gone):
                 return False
-        return not self.changes or replace_columns(self.engine.rows, self.changes)
+        return not self.changes or replace_columns(self.bucket.rows, self.changes)
 
     def _commit(self) -> None:
         """Enter what has left, and what is kept of it, with the lock held."""
-        engine = self.engine
-        with engine.ledger.lock:
-            engine.late.follow()
+        bucket = self.bucket
+        with bucket.ledger.lock:
+            bucket.late.follow()
             kept = [part for group in self.plan.kept for part in self._newest_of(group)]
-        version = engine.rows.version if self.changes else 0
-        engine.committer.append_kept(
+        version = bucket.rows.version if self.changes else 0
+        bucket.committer.append_kept(
             self.written, kept, [run.seq for run in self.plan.gone], version
         )
-        with engine.ledger.lock:
-            engine.books.follow()
-            engine.late.follow()
+        with bucket.ledger.lock:
+            bucket.books.follow()
+            bucket.late.follow()
 
     def _newest_of(self, kept: Kept) -> list[tuple[Names, int]]:
         """What the rows hold that is still the newest, as (names, how many rows)."""
         valid = np.zeros((len(kept.rows), len(kept.names)), dtype=bool)
-        for overlay in self.engine.late.find(kept.indexes, kept.names):
+        for overlay in self.bucket.late.find(kept.indexes, kept.names):
             for name in overlay.names:
                 number = kept.names.index(name)
                 valid[overlay.at, number] = overlay.rows == kept.rows[overlay.at]
@@ -242,7 +243,7 @@ class Fold:
 
     def _discard(self) -> None:
         """Delete the files of what was written in vain."""
-        folders = [(self.engine.rows, change.files) for change in self.changes]
+        folders = [(self.bucket.rows, change.files) for change in self.changes]
         folders.append((self.late, data_files(self.written)))
         for store, files in folders:
             for file in files:

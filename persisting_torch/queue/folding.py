@@ -26,7 +26,8 @@ from persisting_torch.queue.newest import Bools, covered
 from persisting_torch.queue.sets import set_of
 
 if TYPE_CHECKING:
-    from persisting_torch.queue.engine import Engine
+    from persisting_torch.queue.parts import Plain
+    from persisting_torch.queue.shard import Shard
 
 FOLDED_SHARE = 16  # one in so many rows of a fragment has a late value of a field that is folded
 KEPT_SHARE = 0.75  # of the late rows at most is written again by a fold
@@ -114,23 +115,23 @@ class Thrift(Enum):
     NONE = "none"  # everything is folded
 
 
-def plan(engine: Engine, thrift: Thrift) -> Plan | None:
+def plan(bucket: Plain | Shard, thrift: Thrift) -> Plan | None:
     """What to fold and to merge now; None if nothing."""
-    with engine.ledger.lock:
-        engine.books.follow()
-        engine.late.follow()
-        runs = list(engine.books.late.values())
-        entries = engine.late.entries()
-        cleared = engine.books.cleared_indexes.copy()
-        places = {name: engine.books.runs.rows_of(at) for name, (at, _) in entries.items()}
-        schema = engine.books.schema
+    with bucket.ledger.lock:
+        bucket.books.follow()
+        bucket.late.follow()
+        runs = list(bucket.books.late.values())
+        entries = bucket.late.entries()
+        cleared = bucket.books.cleared_indexes.copy()
+        places = {name: bucket.books.runs.rows_of(at) for name, (at, _) in entries.items()}
+        schema = bucket.books.schema
         columns = {name: [v.column for v in schema.fields[name].variants] for name in entries}
     if not runs:
         return None
-    _add_columns(engine)
-    found = Plan(engine.rows.table())
+    _add_columns(bucket)
+    found = Plan(bucket.rows.table())
     kept: dict[str, Values] = {}
-    for family in families(puts_of(runs, engine.late.store.table())):
+    for family in families(puts_of(runs, bucket.late.store.table())):
         names = set().union(*(put.names for put in family))
         there = {
             name: _located(found.table, entries[name], places[name], cleared)
@@ -207,14 +208,14 @@ def choose(family: Sequence[Put]) -> list[Put]:
     return chosen
 
 
-def _add_columns(engine: Engine) -> None:
+def _add_columns(bucket: Plain | Shard) -> None:
     """Columns that only late fields have had so far; this costs no more than their names."""
-    late = engine.late.store.table().schema
-    known = set(engine.rows.table().schema.names) | {INDEX_COLUMN}
+    late = bucket.late.store.table().schema
+    known = set(bucket.rows.table().schema.names) | {INDEX_COLUMN}
     lacking = [column for column in late if column.name not in known]
     if lacking:
-        with engine.commit_lock:
-            engine.rows.add_columns(pa.schema(lacking))
+        with bucket.commit_lock:
+            bucket.rows.add_columns(pa.schema(lacking))
 
 
 def _located(

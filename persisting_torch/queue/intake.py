@@ -13,6 +13,7 @@ from typing import Any
 from tensordict import TensorDictBase
 
 from persisting_torch.errors import QueueClosed, QueueSealed, SchemaError
+from persisting_torch.queue.again import again
 from persisting_torch.queue.books import Books
 from persisting_torch.queue.buffer import Buffer, Chunk
 from persisting_torch.queue.encode import (
@@ -217,6 +218,7 @@ class Intake:
             ]
         )
 
+    @again
     def admit(self, given: Iterable[Given]) -> None:
         """Check types against the fields, registering what is new; SchemaError refuses all."""
         new = [each for each in given if _is_new(self.books.schema, *each)]

@@ -10,6 +10,7 @@ import numpy as np
 from tensordict import TensorDict, TensorDictBase
 
 from persisting_torch.errors import SchemaError
+from persisting_torch.queue.again import again
 from persisting_torch.queue.meta import BatchMeta
 from persisting_torch.queue.names import check_name
 from persisting_torch.queue.sets import set_of
@@ -261,6 +262,7 @@ class SyncKV:
                     found[key] = int(row[0])
             return found
 
+    @again
     def _tag(self, keys: list[str], partition: str, texts: list[str | None]) -> None:
         self._engine.check_open(writing=True)
         with self._engine.ledger.transaction() as tx:

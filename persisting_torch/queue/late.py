@@ -10,19 +10,22 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import pyarrow as pa
 
 from persisting_torch.errors import PersistingError
-from persisting_torch.queue.books import Books, LateRun
+from persisting_torch.queue.books import LateRun
 from persisting_torch.queue.buffer import INDEX_COLUMN, Chunk, Names, field_patterns, group_columns
 from persisting_torch.queue.fields import Schema
 from persisting_torch.queue.newest import Newest
 from persisting_torch.queue.runs import Int64s
-from persisting_torch.queue.storage import RowStore
+from persisting_torch.queue.stores import Store
 
 WRITTEN_KEPT = 64
+
+S = TypeVar("S", bound=Store)
 
 
 @dataclass
@@ -43,14 +46,35 @@ class Overlay:
     whole: bool  # whether these are all that were asked for, in their order
 
 
-class LateFields:
+class LateBooks(Protocol):
+    """What the books say of late fields."""
+
+    @property
+    def schema(self) -> Schema: ...
+
+    @property
+    def folds(self) -> int: ...
+
+    @property
+    def folded_version(self) -> int: ...
+
+    @property
+    def last_late(self) -> int: ...
+
+    @property
+    def late(self) -> dict[int, LateRun]: ...
+
+    def follow(self) -> None: ...
+
+
+class LateFields(Generic[S]):
     """Which samples have late values of which fields, and those values.
 
     A read looks up its late rows first, and reads `data.lance` after that: what is looked up as
     folded is in every later version.
     """
 
-    def __init__(self, store: RowStore, rows: RowStore, books: Books) -> None:
+    def __init__(self, store: S, rows: Store, books: LateBooks) -> None:
         self.store = store
         self._rows = rows
         self._books = books
@@ -92,7 +116,8 @@ class LateFields:
         return indexes
 
     def _forget_folded(self) -> None:
-        if self._rows.refresh() < self._books.folded_version:
+        self._rows.refresh()
+        if self._rows.version < self._books.folded_version:
             raise PersistingError(
                 f"queue {self._books.schema.queue!r}: late fields were folded into version"
                 f" {self._books.folded_version} of {self._rows.path}, but its newest version is"
@@ -106,6 +131,8 @@ class LateFields:
 
     def remember(self, first_row: int, arrivals: Sequence[tuple[Names, Int64s]]) -> None:
         """The samples of late rows that this process has written, which spares reading them."""
+        if first_row < 0:
+            return  # they lie in several places
         for _, indexes in arrivals:
             self._written[first_row] = indexes
             first_row += len(indexes)

@@ -12,8 +12,10 @@ import sqlite3
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NoReturn
 from urllib.parse import quote
 
 from persisting_torch.errors import (
@@ -23,8 +25,11 @@ from persisting_torch.errors import (
     StaleOwner,
     WaitTimeout,
 )
+from persisting_torch.queue.again import again
 from persisting_torch.queue.host import boot, born
 from persisting_torch.queue.place import FORMAT, Place, raise_format
+from persisting_torch.queue.record import Log, Recorder
+from persisting_torch.queue.turns import Turns
 
 LEDGER_FORMAT = 2
 BUSY_SECONDS = 60.0
@@ -45,6 +50,10 @@ CREATE TABLE checkpoints (
 CREATE TABLE past (task INTEGER PRIMARY KEY, k INTEGER NOT NULL, members BLOB NOT NULL);
 CREATE TABLE clock (first_row INTEGER PRIMARY KEY, at REAL NOT NULL);
 CREATE TABLE custom (sample INTEGER PRIMARY KEY, note TEXT NOT NULL);
+CREATE TABLE requests (id TEXT PRIMARY KEY, at REAL NOT NULL) WITHOUT ROWID;
+CREATE TABLE places (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT, first_row INTEGER NOT NULL, count INTEGER NOT NULL,
+    bucket INTEGER NOT NULL, bucket_row INTEGER NOT NULL);
 """
 
 TABLES = f"""
@@ -125,6 +134,17 @@ AS_FORMAT_2 = (
 )
 
 
+@dataclass(frozen=True)
+class Sharing:
+    """How the owner of a ledger lets others write it: whose turn it is, and what was written."""
+
+    epoch: int
+    log: Log
+    turns: Turns
+    check: Callable[[], None]
+    """Raises StaleOwner where this process is not the owner any more."""
+
+
 class Ledger:
     """One process's connection to the ledger of a bucket; its methods are thread-safe.
 
@@ -137,16 +157,18 @@ class Ledger:
         self.fsync = fsync
         self.closed = False
         self.lost: StaleOwner | None = None
+        self.epoch: int | None = None  # of ownership by a cluster, as of when it was opened
         self.lock = threading.RLock()
         self._watch_lock = threading.Lock()
         self._copy: tempfile.TemporaryDirectory[str] | None = None
         self.connection = self._connect()
         self._watcher = self._connect()
         self._open_transaction = False
+        self._sharing: Sharing | None = None
 
     # Opening
 
-    def _connect(self) -> sqlite3.Connection:
+    def _connect(self) -> Recorder:
         try:
             return self._connect_to_write() if self.place.writable else self._connect_to_read()
         except sqlite3.OperationalError as error:
@@ -167,13 +189,14 @@ class Ledger:
             " Restore it from a copy."
         )
 
-    def _connect_to_write(self) -> sqlite3.Connection:
+    def _connect_to_write(self) -> Recorder:
         connection = sqlite3.connect(
             self.place.ledger,
             timeout=BUSY_SECONDS,
             isolation_level=None,
             check_same_thread=False,
             cached_statements=256,
+            factory=Recorder,
         )
         journal = "TRUNCATE" if self.place.network else "WAL"
         connection.execute(f"PRAGMA journal_mode = {journal}")
@@ -206,7 +229,7 @@ class Ledger:
             )
         return int(found[0])
 
-    def _connect_to_read(self) -> sqlite3.Connection:
+    def _connect_to_read(self) -> Recorder:
         """The ledger of a queue that this process may not write.
 
         SQLite reads a WAL database only where its shared memory file is there or can be made; where
@@ -223,6 +246,7 @@ class Ledger:
                 uri=True,
                 isolation_level=None,
                 check_same_thread=False,
+                factory=Recorder,
             )
             try:
                 return self._as_of_now(live)
@@ -235,11 +259,14 @@ class Ledger:
                         self.place.ledger + ending, f"{self._copy.name}/ledger.sqlite{ending}"
                     )
         connection = sqlite3.connect(
-            f"{self._copy.name}/ledger.sqlite", isolation_level=None, check_same_thread=False
+            f"{self._copy.name}/ledger.sqlite",
+            isolation_level=None,
+            check_same_thread=False,
+            factory=Recorder,
         )
         return self._as_of_now(connection)
 
-    def _as_of_now(self, connection: sqlite3.Connection) -> sqlite3.Connection:
+    def _as_of_now(self, connection: Recorder) -> Recorder:
         """A connection that may not write, on which an older ledger looks like a new one."""
         if self._check_format(connection) < LEDGER_FORMAT:
             connection.executescript(AS_FORMAT_2)
@@ -248,12 +275,18 @@ class Ledger:
     def check_open(self) -> None:
         """Raise QueueClosed if the queue was closed, StaleOwner if another host has taken it."""
         if self.closed:
-            raise QueueClosed(
-                f"queue {self.place.queue!r} was closed. Open it again with"
-                f" Queue({self.place.queue!r}, ...)."
-            )
+            self.refuse_closed()
         if self.lost is not None:
             raise self.lost
+
+    def refuse_closed(self) -> NoReturn:
+        raise QueueClosed(
+            f"queue {self.place.queue!r} was closed. Open it again with"
+            f" Queue({self.place.queue!r}, ...)."
+        )
+
+    def catch_up(self) -> None:
+        """Know of all that was committed before this call, by whomever: here that is always so."""
 
     def close(self) -> None:
         with self.lock, self._watch_lock:
@@ -265,13 +298,45 @@ class Ledger:
 
     # Transactions
 
+    def share(self, sharing: Sharing) -> None:
+        """From now on others write and follow this ledger through this process, which owns it."""
+        with self.lock:
+            self._sharing = sharing
+
     @contextmanager
-    def transaction(self) -> Iterator[sqlite3.Connection]:
+    def transaction(self, turn: str | None = None) -> Iterator[Recorder]:
         """All or nothing, alone among all processes; durable when the block ends.
 
+        Of a shared ledger, `turn` names the turn to write that the caller has.
+
         Raises WaitTimeout if another process keeps the ledger locked, PersistingError if it cannot
-        be written.
+        be written, StaleOwner if it is shared and has another owner by now.
         """
+        sharing = self._sharing
+        if sharing is None:
+            with self._alone() as connection:
+                yield connection
+            return
+        with sharing.turns.held(turn, BUSY_SECONDS), self.lock, sharing.log.entry() as change:
+            sharing.check()
+            with self._alone() as connection:
+                self._refuse_another_epoch(connection, sharing.epoch)
+                try:
+                    connection.taken = change
+                    yield connection
+                finally:
+                    connection.taken = None
+
+    def _refuse_another_epoch(self, tx: sqlite3.Connection, epoch: int) -> None:
+        (now,) = tx.execute("SELECT value FROM meta WHERE key = 'epoch'").fetchone()
+        if now != epoch:
+            raise StaleOwner(
+                f"{self.place.bucket} has the owner of epoch {now} by now; the one of epoch"
+                f" {epoch} may not write any more. Ask the new owner."
+            )
+
+    @contextmanager
+    def _alone(self) -> Iterator[Recorder]:
         with self.lock:
             self.check_open()
             assert not self._open_transaction, "a ledger transaction inside another"
@@ -340,6 +405,7 @@ class Ledger:
 
     # Indexes
 
+    @again
     def reserve(self, count: int) -> int:
         """The first of `count` new global indexes, which no one else will get."""
         with self.transaction() as tx:
@@ -352,6 +418,7 @@ class Ledger:
         ).fetchone()[0]
         return end - count
 
+    @again
     def give_back(self, first: int, end: int) -> None:
         """Return the unused end of a reservation if nobody has reserved since."""
         with self.transaction() as tx:

@@ -39,6 +39,8 @@ _ticker: Background | None = None
 # Not an Event: a signal in its `set` could leave its lock taken.
 _wake: SimpleQueue[None] = SimpleQueue()
 _used = False
+_ends = False
+_afterwards: list[Callable[[], None]] = []
 _forked_from = 0
 
 
@@ -46,20 +48,33 @@ def register(engine: Open) -> None:
     """Keep an engine ticking, and close it when the process ends or gets SIGTERM."""
     global _ticker, _used
     with _lock:
-        if not _used and multiprocessing.parent_process() is not None:
-            # Children of multiprocessing end without an end of the interpreter.
-            multiprocessing.util.Finalize(None, _close_all, exitpriority=0)
+        if not _used:
+            _end_with_process()
         _used = True
         _open[id(engine)] = engine
         if _ticker is None or not _ticker.is_alive():
             _ticker = Background(_tick)
     _wake.put(None)
-    _listen_to_sigterm()
+    listen_to_sigterm()
 
 
 def unregister(engine: Open) -> None:
     with _lock:
         _open.pop(id(engine), None)
+
+
+def after_closing(call: Callable[[], None]) -> None:
+    """Do this when the process ends, once every engine is closed."""
+    _end_with_process()
+    _afterwards.append(call)
+
+
+def _end_with_process() -> None:
+    global _ends
+    if not _ends and multiprocessing.parent_process() is not None:
+        # Children of multiprocessing end without an end of the interpreter.
+        multiprocessing.util.Finalize(None, _close_all, exitpriority=0)
+    _ends = True
 
 
 def is_fork() -> bool:
@@ -100,6 +115,8 @@ def _close_all() -> None:
         _each(engines, lambda engine: engine.close())
     finally:
         threads().end()
+        for call in _afterwards:
+            call()
 
 
 def _each(engines: list[Open], action: Callable[[Open], None]) -> None:
@@ -116,7 +133,7 @@ def _each(engines: list[Open], action: Callable[[Open], None]) -> None:
         raise errors[0]
 
 
-def _listen_to_sigterm() -> None:
+def listen_to_sigterm() -> None:
     """Let SIGTERM end the process through SystemExit, so that waiting rows are flushed.
 
     Only where nobody else handles it, and only from the main thread, which alone may.
@@ -135,7 +152,9 @@ def _exit_on_sigterm(number: int, frame: FrameType | None) -> None:
 
 
 def _after_fork_in_child() -> None:
-    global _lock, _ticker, _wake, _forked_from
+    global _lock, _ticker, _wake, _ends, _forked_from
+    _ends = False
+    _afterwards.clear()
     _lock = threading.Lock()
     _wake = SimpleQueue()
     _ticker = None

@@ -8,12 +8,32 @@ import threading
 import time
 import weakref
 from types import TracebackType
+from typing import Protocol
 
 from persisting_torch.errors import WaitTimeout
 
 FIRST_NAP = 0.0002
 LONGEST_NAP = 0.005
 LONGEST_NAP_OF_THE_NEXT = 0.001
+
+
+class Lock(Protocol):
+    """Keeps others from a bucket for a while: threads and processes, or other machines."""
+
+    def acquire(self, limit: float) -> bool: ...
+
+    def release(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def __enter__(self) -> object: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
 
 
 class FileLock:
@@ -97,6 +117,40 @@ class FileLock:
             raise WaitTimeout(
                 f"waited {self.limit:g} s for the lock {self.path}, which another process holds."
                 " See which one with `lslocks` or `fuser`; it frees the lock when it ends."
+            )
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()
+
+
+class ThreadLock:
+    """A lock among the threads of this process, for what no other process may touch."""
+
+    def __init__(self, what: str, *, limit: float = 120.0) -> None:
+        self.what = what
+        self.limit = limit
+        self._lock = threading.RLock()
+
+    def acquire(self, limit: float) -> bool:
+        """Whether the lock could be had within `limit` seconds (0: only if it is free now)."""
+        return self._lock.acquire(timeout=limit)
+
+    def release(self) -> None:
+        self._lock.release()
+
+    def close(self) -> None:
+        """Nothing: it is in memory only."""
+
+    def __enter__(self) -> ThreadLock:
+        if not self.acquire(self.limit):
+            raise WaitTimeout(
+                f"waited {self.limit:g} s for {self.what}, with which another thread is busy."
             )
         return self
 

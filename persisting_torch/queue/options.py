@@ -9,8 +9,8 @@ def check_options(
     auto_flush_interval_sec: float,
     zerocopy_mode: str,
     durability: str,
-    num_buckets: int,
-    bucket_column: str,
+    num_buckets: int | None,
+    bucket_column: str | None,
     storage_options: dict[str, str] | None,
 ) -> None:
     """Raise ValueError for an option that makes no sense."""
@@ -30,9 +30,9 @@ def check_options(
         raise ValueError(
             f"queue {name!r}: durability must be 'flush' or 'fsync', got {durability!r}."
         )
-    if not isinstance(num_buckets, int) or num_buckets < 1:
+    if num_buckets is not None and (not isinstance(num_buckets, int) or num_buckets < 1):
         raise ValueError(f"queue {name!r}: num_buckets must be at least 1, got {num_buckets!r}.")
-    if not isinstance(bucket_column, str) or not bucket_column:
+    if bucket_column is not None and (not isinstance(bucket_column, str) or not bucket_column):
         raise ValueError(f"queue {name!r}: bucket_column must name a field, got {bucket_column!r}.")
     if storage_options:
         raise ValueError(

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from persisting_torch.errors import QueueFull, WaitTimeout
+from persisting_torch.queue.again import again
 from persisting_torch.queue.books import Partition, Task
 from persisting_torch.queue.waiting import News
 
@@ -128,6 +129,7 @@ class Room:
         """Whether there is room now."""
         return has_room(self._engine, self._partition)
 
+    @again
     def check(self) -> None:
         """Say that there was no room. Raises when no more time, or no put, is allowed.
 

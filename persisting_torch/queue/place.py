@@ -7,7 +7,7 @@ import os
 import re
 import time
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from persisting_torch.queue.names import directory_name
 FORMAT = 2
 MARK = "queue.json"
 MAKE_LOCK = ".make.lock"
+DEFAULT_BUCKETS = 4
 
 NETWORK_FILE_SYSTEMS = re.compile(
     r"nfs\d?|cifs|smb\d?|smbfs|9p|afs|ceph|lustre|gpfs|beegfs\w*|glusterfs|ocfs2|gfs2|pvfs2|orangefs"
@@ -35,6 +36,12 @@ class Place:
     writable: bool
     network: bool
     format: int = FORMAT
+    num_buckets: int = 1
+    bucket_column: str | None = None
+
+    def of_bucket(self, number: int) -> Place:
+        """The place of another bucket of the queue."""
+        return replace(self, bucket=os.path.join(self.root, f"bucket-{number}"))
 
     @property
     def data(self) -> str:
@@ -57,11 +64,26 @@ class Place:
         return os.path.join(self.bucket, "upkeep.lock")
 
 
-def open_place(queue: str, storage_path: str | os.PathLike[str], *, bucket: int = 0) -> Place:
-    """The place of a queue, made if it is not there yet.
+@dataclass(frozen=True)
+class Split:
+    """Into how many buckets a queue is to be split, and by which field; None where nobody said.
 
-    Raises FormatError where something else stands at its path or a later version wrote it, and
-    PersistingError where it can neither be read nor made.
+    A queue that is made on one machine has one bucket, whatever was said.
+    """
+
+    num_buckets: int | None = None
+    bucket_column: str | None = None
+    distributed: bool = False
+
+
+def open_place(
+    queue: str, storage_path: str | os.PathLike[str], asked: Split | None = None
+) -> Place:
+    """The place of a queue's first bucket, made if it is not there yet.
+
+    A new queue is split as asked, else it has one bucket; an old one stays as it is. Raises
+    PersistingError where something else was asked for, or the place can neither be read nor made;
+    FormatError where something else stands there or a later version wrote it.
     """
     if re.match(r"\w[\w+.-]*:/", str(storage_path)):
         raise PersistingError(
@@ -71,9 +93,9 @@ def open_place(queue: str, storage_path: str | os.PathLike[str], *, bucket: int 
     root = Path(storage_path).expanduser().absolute() / directory_name(queue)
     try:
         if not root.exists():
-            _make(root, queue)
-        version = _check(root, queue)
-        folder = root / f"bucket-{bucket}"
+            _make(root, queue, asked)
+        described = _check(root, queue, asked)
+        folder = root / "bucket-0"
         if os.access(root, os.W_OK | os.X_OK):
             folder.mkdir(exist_ok=True)
     except NotADirectoryError as error:
@@ -102,7 +124,9 @@ def open_place(queue: str, storage_path: str | os.PathLike[str], *, bucket: int 
         bucket=str(folder),
         writable=os.access(folder, os.W_OK | os.X_OK) and _ledger_writable(folder),
         network=bool(NETWORK_FILE_SYSTEMS.fullmatch(file_system(str(folder)))),
-        format=version,
+        format=described["format"],
+        num_buckets=described.get("num_buckets", 1),
+        bucket_column=described.get("bucket_column"),
     )
 
 
@@ -147,12 +171,17 @@ def _size_of_file(path: str) -> int:
         return 0
 
 
-def _make(root: Path, queue: str) -> None:
+def _make(root: Path, queue: str, asked: Split | None) -> None:
     root.mkdir(parents=True, exist_ok=True)
     with closing(FileLock(str(root / MAKE_LOCK))) as lock, lock:
         mark = root / MARK
         if not mark.exists():
-            _write_mark(mark, {"format": FORMAT, "name": queue, "created": time.time()})
+            described = {"format": FORMAT, "name": queue, "created": time.time()}
+            if asked is not None and asked.distributed:
+                described["num_buckets"] = asked.num_buckets or DEFAULT_BUCKETS
+                if asked.bucket_column is not None:
+                    described["bucket_column"] = asked.bucket_column
+            _write_mark(mark, described)
 
 
 def _write_mark(mark: Path, described: dict[str, Any]) -> None:
@@ -161,8 +190,8 @@ def _write_mark(mark: Path, described: dict[str, Any]) -> None:
     draft.replace(mark)
 
 
-def _check(root: Path, queue: str) -> int:
-    """The format of the queue in this folder."""
+def _check(root: Path, queue: str, asked: Split | None) -> dict[str, Any]:
+    """What the queue in this folder says of itself."""
     if not root.is_dir():
         raise FormatError(
             f"queue {queue!r} cannot be opened: {root} is a file, not a folder."
@@ -173,14 +202,14 @@ def _check(root: Path, queue: str) -> int:
     names = set(os.listdir(root))
     if MARK not in names:
         if MAKE_LOCK in names or names <= {f"{MAKE_LOCK}.turn"}:
-            _make(root, queue)
-            return FORMAT
+            _make(root, queue, asked)
+            return _check(root, queue, asked)
         raise FormatError(
             f"queue {queue!r} cannot be opened: {root} is a folder that holds other things and"
             f" no {MARK}, so it is no queue. Choose another name or storage_path."
         )
     try:
-        described = json.loads(mark.read_text())
+        described: dict[str, Any] = json.loads(mark.read_text())
         version, name = int(described["format"]), described["name"]
     except (ValueError, KeyError, TypeError) as error:
         raise FormatError(
@@ -194,7 +223,25 @@ def _check(root: Path, queue: str) -> int:
         )
     if name != queue:
         raise FormatError(f"the folder {root} of queue {queue!r} says it is queue {name!r}.")
-    return version
+    if asked is not None:
+        _check_split(queue, described, asked)
+    return described
+
+
+def _check_split(queue: str, described: dict[str, Any], asked: Split) -> None:
+    """Raise PersistingError where the queue is split otherwise than asked for."""
+    count = described.get("num_buckets", 1)
+    options: list[tuple[str, object, object]] = []
+    if asked.distributed or count > 1:
+        options.append(("num_buckets", count, asked.num_buckets))
+    if count > 1:
+        options.append(("bucket_column", described.get("bucket_column"), asked.bucket_column))
+    for option, stored, wanted in options:
+        if wanted is not None and wanted != stored:
+            raise PersistingError(
+                f"queue {queue!r} was made with {option}={stored!r}, which stays as it is, and is"
+                f" now opened with {option}={wanted!r}. Leave the argument out."
+            )
 
 
 def _ledger_writable(folder: Path) -> bool:

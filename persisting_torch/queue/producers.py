@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from pyroaring import BitMap64
 
 from persisting_torch.errors import PersistingError, ProducerFailed, StaleOwner
 from persisting_torch.queue import leases
+from persisting_torch.queue.again import again
 from persisting_torch.queue.claims import give_back
-from persisting_torch.queue.commit import Committer
 from persisting_torch.queue.host import born, processes
 from persisting_torch.queue.registry import (
     SILENT_SECONDS,
@@ -32,6 +33,9 @@ from persisting_torch.queue.registry import (
 from persisting_torch.queue.runs import Int64s
 from persisting_torch.queue.sets import set_of
 from persisting_torch.queue.waiting import Hub
+
+if TYPE_CHECKING:
+    from persisting_torch.queue.parts import Puts
 
 CHECK_SECONDS = 1.0
 ROUND_SECONDS = 5.0
@@ -160,7 +164,7 @@ class Finishing:
 class Producers:
     """The producers of one handle of a queue, and its view of all the others."""
 
-    def __init__(self, committer: Committer, hub: Hub) -> None:
+    def __init__(self, committer: Puts, hub: Hub) -> None:
         self._committer = committer
         self._ledger = committer.ledger
         self._books = committer.books
@@ -196,6 +200,7 @@ class Producers:
             self._committer.writer = self._running[-1].name if self._running else ""
             self._hub.notify()
 
+    @again
     def _register(self, producer: Producer) -> None:
         self.look()
         with self._settled() as tx:
@@ -211,6 +216,7 @@ class Producers:
         self._running.append(producer)
         self._committer.writer = producer.name
 
+    @again
     def _end(self, producer: Producer, error: BaseException | None) -> None:
         with self._settled() as tx:
             producer.beat(tx)
@@ -249,6 +255,7 @@ class Producers:
                 return producer
         return self._running[0] if len(self._running) == 1 else None
 
+    @again
     def beat(self) -> None:
         """Say that the producers of this process are alive."""
         if self._running:

@@ -17,9 +17,10 @@ from persisting_torch.queue.meta import BatchMeta
 from persisting_torch.queue.options import check_options
 from persisting_torch.queue.pacing import Pace, WhenFull
 from persisting_torch.queue.partitions import Partitions, SyncPartitions
-from persisting_torch.queue.place import open_place
+from persisting_torch.queue.place import Split, open_place
 from persisting_torch.queue.reads import check_range
 from persisting_torch.queue.report import stats
+from persisting_torch.queue.seam import is_distributed, open_distributed
 from persisting_torch.queue.threads import in_thread
 
 if TYPE_CHECKING:
@@ -46,7 +47,11 @@ class Queue(Partitions):
     auto_flush_interval_sec: seconds after which waiting samples are flushed in the background;
         0 for never.
     enable_metrics: count puts, flushes, reads and claims, and their time, for `stats()`.
-    num_buckets, bucket_column: how a distributed queue is split; a local queue has one bucket.
+    num_buckets: into how many buckets a distributed queue is split when it is made (None: 4), each
+        owned by one node. It stays so; a queue that is made on one machine has one.
+    bucket_column: the field by whose value samples go to buckets, so that those with the same value
+        stay together (of GRPO, the prompt's id). Every record has to have it then. None: by "id",
+        where samples have that, by their key, else evenly.
     zerocopy_mode: "auto" gives tensors over Arrow's memory; "force" also refuses, at put, whatever
         needs pickle or an extra copy; "off" copies everything (for finding faults).
     durability: "flush" survives the death of the process, "fsync" a loss of power too.
@@ -88,8 +93,8 @@ class Queue(Partitions):
         batch_size: int = 100,
         auto_flush_interval_sec: float = 0.0,
         enable_metrics: bool = False,
-        num_buckets: int = 4,
-        bucket_column: str = "id",
+        num_buckets: int | None = None,
+        bucket_column: str | None = None,
         zerocopy_mode: Literal["auto", "force", "off"] = "auto",
         durability: Literal["flush", "fsync"] = "flush",
         allow_pickle: bool = True,
@@ -114,21 +119,27 @@ class Queue(Partitions):
         pace.check(name)
         self.name = name
         self.storage_path = os.fspath(storage_path)
-        self.num_buckets = num_buckets
-        self.bucket_column = bucket_column
         self.allow_pickle = allow_pickle
         self.zerocopy_mode = zerocopy_mode
-        self.engine = Engine(
-            open_place(name, storage_path),
-            batch_size=batch_size,
-            auto_flush_interval_sec=auto_flush_interval_sec,
-            durability=durability,
-            allow_pickle=allow_pickle,
-            zerocopy_mode=zerocopy_mode,
-            pace=pace,
-            enable_metrics=enable_metrics,
-            retention=None if retention is None else parse_retention(retention, name),
+        options: dict[str, Any] = {
+            "batch_size": batch_size,
+            "auto_flush_interval_sec": auto_flush_interval_sec,
+            "durability": durability,
+            "allow_pickle": allow_pickle,
+            "zerocopy_mode": zerocopy_mode,
+            "pace": pace,
+            "enable_metrics": enable_metrics,
+            "retention": None if retention is None else parse_retention(retention, name),
+        }
+        distributed = is_distributed()
+        split = Split(num_buckets, bucket_column, distributed)
+        self.engine: Engine = (
+            open_distributed(name, storage_path, split, **options)
+            if distributed
+            else Engine(open_place(name, storage_path, split), **options)
         )
+        self.num_buckets = self.engine.place.num_buckets
+        self.bucket_column = self.engine.place.bucket_column
         self.sync: SyncQueue = SyncQueue(self)
 
     # Putting

@@ -11,6 +11,7 @@ import pyarrow as pa
 import torch
 from tensordict import TensorDict
 
+from persisting_torch.queue.again import again
 from persisting_torch.queue.books import Books
 from persisting_torch.queue.buffer import INDEX_COLUMN, Chunk, group_columns
 from persisting_torch.queue.clearing import enter_cleared
@@ -20,7 +21,7 @@ from persisting_torch.queue.late import LateFields
 from persisting_torch.queue.ledger import Ledger
 from persisting_torch.queue.runs import Int64s
 from persisting_torch.queue.sets import set_of
-from persisting_torch.queue.storage import RowStore
+from persisting_torch.queue.stores import Store
 
 
 @dataclass
@@ -39,8 +40,8 @@ class Reads:
         self,
         ledger: Ledger,
         books: Books,
-        rows: RowStore,
-        late: LateFields,
+        rows: Store,
+        late: LateFields[Any],
         zerocopy_mode: str,
         allow_pickle: bool,
     ) -> None:
@@ -138,8 +139,12 @@ class Reads:
         )
 
     def _not_committed(self, waiting: Sequence[Chunk]) -> list[Chunk]:
-        has_arrived = self.books.has_arrived
-        return [chunk for chunk in waiting if not has_arrived(chunk.partition, chunk.first)]
+        arrived = self.books.arrived_of
+        return [
+            part
+            for chunk in waiting
+            for part in chunk.without(arrived(chunk.partition, chunk.first, len(chunk)))
+        ]
 
     def _waiting_records(
         self, waiting: Sequence[Chunk], skip: int, limit: int
@@ -282,6 +287,7 @@ class Reads:
 
     # Removing
 
+    @again
     def clear(self, partition: str, indexes: Sequence[int]) -> None:
         """Enter samples as cleared; upkeep removes their rows."""
         with self.ledger.transaction() as tx:

@@ -23,6 +23,7 @@ from persisting_torch.queue.clearing import enter_cleared
 from persisting_torch.queue.fragments import FragmentTable
 from persisting_torch.queue.keep import Retention
 from persisting_torch.queue.sets import unpack_set
+from persisting_torch.queue.storage import RowStore
 
 if TYPE_CHECKING:
     from persisting_torch.queue.engine import Engine
@@ -84,13 +85,15 @@ class Keeper:
             del self._batches[task]
         if nothing and not gone and not ticks and not doomed:
             return False
-        table = engine.rows.table() if engine.rows.exists() else None
+        rows = engine.rows
+        whole = isinstance(rows, RowStore)
+        table = rows.table() if isinstance(rows, RowStore) and rows.exists() else None
         with engine.ledger.transaction() as tx:
             engine.books.refresh(tx)
             past.forget_gone(tx, gone)
             if ticks:
                 self._tick(tx, setting)
-            if not setting.deletes or table is None:
+            if not setting.deletes or (whole and table is None):
                 return False
             choice = self._choose(tx, set())
             if doomed:
@@ -174,20 +177,12 @@ class Keeper:
 
     # Going
 
-    def _clear(self, tx: sqlite3.Connection, choice: Choice, table: FragmentTable) -> bool:
-        """Enter as cleared what makes up fragments, or most of them."""
+    def _clear(self, tx: sqlite3.Connection, choice: Choice, table: FragmentTable | None) -> bool:
+        """Enter as cleared what may go; where fragments are known, what makes up most of one."""
         books = self._engine.books
-        candidates = BitMap64().union(*choice.members.values())
-        indexes = np.array(candidates.to_array(), dtype=np.int64)
-        slots, _ = table.locate(books.runs.rows_of(indexes))
-        counts = np.bincount(slots[slots >= 0], minlength=len(table))
-        goes = np.zeros(len(table) + 1, dtype=bool)  # the last for rows in no fragment: slot -1
-        goes[-1] = True
-        for slot in np.flatnonzero(counts).tolist():
-            fragment = table.fragment(slot)
-            live = fragment.positions.count - fragment.metadata.num_deletions
-            goes[slot] = counts[slot] >= LEAST_SHARE * live
-        going = BitMap64(indexes[goes[slots]].tolist())
+        going = BitMap64().union(*choice.members.values())
+        if table is not None:
+            going = self._of_whole_fragments(going, table)
         if not going:
             return False
         for partition, members in choice.members.items():
@@ -199,6 +194,19 @@ class Keeper:
             past.prune(tx, task, k, cleared)
             past.forget_answers(tx, task, cleared)
         return True
+
+    def _of_whole_fragments(self, candidates: BitMap64, table: FragmentTable) -> BitMap64:
+        books = self._engine.books
+        indexes = np.array(candidates.to_array(), dtype=np.int64)
+        slots, _ = table.locate(books.runs.rows_of(indexes))
+        counts = np.bincount(slots[slots >= 0], minlength=len(table))
+        goes = np.zeros(len(table) + 1, dtype=bool)  # the last for rows in no fragment: slot -1
+        goes[-1] = True
+        for slot in np.flatnonzero(counts).tolist():
+            fragment = table.fragment(slot)
+            live = fragment.positions.count - fragment.metadata.num_deletions
+            goes[slot] = counts[slot] >= LEAST_SHARE * live
+        return BitMap64(indexes[goes[slots]].tolist())
 
 
 def _leased(tx: sqlite3.Connection, task: int) -> BitMap64:

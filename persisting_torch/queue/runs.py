@@ -37,10 +37,13 @@ class Runs:
             self._settled = _Table(merged)
             self._recent.clear()
 
-    def drop(self, gone: BitMap64) -> None:
-        """Forget runs all of whose rows are gone."""
+    def drop(self, gone: BitMap64, *, indexes: bool = False) -> None:
+        """Forget runs all of whose rows are gone, or all of whose indexes are."""
         runs = np.concatenate([self._settled.runs(), self._recent_runs()])
-        left = [not gone.contains_range(row, row + count) for _, count, row in runs.tolist()]
+        left = [
+            not gone.contains_range(*((first, first + count) if indexes else (row, row + count)))
+            for first, count, row in runs.tolist()
+        ]
         if not all(left):
             self._settled = _Table(runs[np.array(left)])
             self._recent.clear()

@@ -62,3 +62,20 @@ def set_of(indexes: Iterable[int]) -> BitMap64:
         found.add_range(indexes.start, indexes.stop)
         return found
     return BitMap64(indexes.tolist() if isinstance(indexes, np.ndarray) else indexes)
+
+
+def solid_ranges(members: BitMap64) -> list[tuple[int, int]]:
+    """A set as ranges of consecutive numbers, each (first, last + 1), rising."""
+    values = np.array(members.to_array(), dtype=np.int64)
+    return [(int(part[0]), int(part[-1]) + 1) for part in _split_at_gaps(values) if len(part)]
+
+
+def runs_of(indexes: np.ndarray[tuple[int], np.dtype[np.int64]]) -> list[tuple[int, int]]:
+    """Indexes in their order as (first, count) of consecutive ones."""
+    return [(int(part[0]), len(part)) for part in _split_at_gaps(indexes) if len(part)]
+
+
+def _split_at_gaps(
+    values: np.ndarray[tuple[int], np.dtype[np.int64]],
+) -> list[np.ndarray[tuple[int], np.dtype[np.int64]]]:
+    return np.split(values, np.flatnonzero(np.diff(values) != 1) + 1)

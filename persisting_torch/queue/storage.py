@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
@@ -58,6 +58,8 @@ class RowStore:
         self._snapshot: Snapshot | None = None
         self._tables: FragmentTable | None = None  # of the newest version that was read
         self._lock = threading.RLock()
+        self.guard: Callable[[], None] = lambda: None
+        """Called between the look at the newest version and a commit that builds on it."""
 
     def exists(self) -> bool:
         """Whether the dataset has been created, by whichever process."""
@@ -113,6 +115,17 @@ class RowStore:
         assert self._snapshot is not None
         if self._snapshot.version == snapshot.version + 1:
             self._snapshot.rows = rows + sum(part.physical_rows for part in fragments)
+
+    def fence(self) -> None:
+        """Let all commits fail that others prepared before now, whoever they are and whenever.
+
+        Appends, rewrites and deletes are incompatible with a newer version that restores one.
+        """
+        if self.refresh():
+            assert self._snapshot is not None
+            newest = copy.copy(self._snapshot.dataset)
+            newest.restore()
+            self._install(newest, committed=True)
 
     @property
     def rows(self) -> int:
@@ -214,6 +227,7 @@ class RowStore:
         """
         if self.fsync:
             self._sync(*files, *{os.path.dirname(file) for file in files})
+        self.guard()
         fresh = lance.LanceDataset.commit(dataset, operation, read_version=dataset.version)
         self._install(fresh, committed=True)
 

@@ -8,11 +8,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from persisting_torch.queue.clearing import reclaim, remove_rows
+from persisting_torch.queue.clearing import reclaim
 from persisting_torch.queue.commit import fold_arrivals
 from persisting_torch.queue.fold import Folds, fold
 from persisting_torch.queue.folding import Thrift
-from persisting_torch.queue.locks import FileLock
 from persisting_torch.queue.look import fold_drops
 from persisting_torch.queue.retention import Keeper
 from persisting_torch.queue.threads import Background, undisturbed
@@ -20,6 +19,8 @@ from persisting_torch.queue.upkeep import clean, compact
 
 if TYPE_CHECKING:
     from persisting_torch.queue.engine import Engine
+    from persisting_torch.queue.parts import Parts, Plain
+    from persisting_torch.queue.shard import Shard
 
 FLUSHES_BETWEEN = 32
 MOST_FLUSHES = 256
@@ -37,9 +38,11 @@ class Tending:
     late fields in the first quiet moment.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, parts: Parts) -> None:
         self._engine = engine
-        self._lock = FileLock(engine.place.upkeep_lock)
+        self._lock = parts.upkeep_lock
+        self._shards = parts.shards
+        self._ledger_too = parts.tends_ledger
         self._flushes = 0
         self._bytes = 0
         self._late = 0
@@ -49,7 +52,7 @@ class Tending:
         self._beginning = threading.Lock()
         self._reclaims = True
         self.keeper = Keeper(engine)
-        self._folds = Folds(engine)
+        self._folds = [Folds(shard) for shard in parts.shards]
         self._stopping = False
         self.error: Exception | None = None
 
@@ -70,19 +73,19 @@ class Tending:
 
     def tick(self) -> None:
         """Start upkeep that has waited for a quiet moment, or that many claims call for."""
-        if not self._engine.place.writable:
+        if not self._engine.place.writable or not (self._shards or self._ledger_too):
             return
         quiet = time.monotonic() - self._last_flush >= QUIET_SECONDS
         claims = self._engine.books.claims_seen - self._claims
         if (
             (quiet and (self._flushes >= FLUSHES_BETWEEN or self._late))
             or claims > MOST_LEDGER_ROWS
-            or self._folds.due()
+            or any(folds.due() for folds in self._folds)
         ):
             self._start()
         elif self.keeper.due():
             self._begin(self.retain)
-        elif quiet and self._folds.rest_due():
+        elif quiet and any(folds.rest_due() for folds in self._folds):
             self._begin(self.fold_rest)
 
     def _start(self) -> None:
@@ -112,23 +115,28 @@ class Tending:
             self._late += 1  # that one may have begun before the newest late put: try again
             return False
         try:
-            engine = self._engine
             self._retain()
-            while not self._stopping and compact(engine.rows, engine.commit_lock):
-                pass
-            if not self._stopping:
-                self._folds.run(lambda: self._stopping)
-            for store in (engine.rows, engine.late.store):
-                if store.exists() and not self._stopping:
-                    clean(store, engine.commit_lock)
+            for shard, folds in zip(self._shards, self._folds, strict=True):
+                self._tend_rows(shard, folds)
             self._reclaim()
-            with engine.ledger.transaction() as tx:
-                engine.claims.fold(tx, MOST_LEDGER_ROWS)
-                fold_arrivals(tx, MOST_LEDGER_ROWS)
-                fold_drops(tx, engine.books, MOST_LEDGER_ROWS)
+            if self._ledger_too:
+                engine = self._engine
+                with engine.ledger.transaction() as tx:
+                    engine.claims.fold(tx, MOST_LEDGER_ROWS)
+                    fold_arrivals(tx, MOST_LEDGER_ROWS)
+                    fold_drops(tx, engine.books, MOST_LEDGER_ROWS)
             return True
         finally:
             self._lock.release()
+
+    def _tend_rows(self, shard: Plain | Shard, folds: Folds) -> None:
+        while not self._stopping and compact(shard.rows, shard.commit_lock):
+            pass
+        if not self._stopping:
+            folds.run(lambda: self._stopping)
+        for store in (shard.rows, shard.late.store):
+            if store.exists() and not self._stopping:
+                clean(store, shard.commit_lock)
 
     def retain(self) -> bool:
         """Delete what the queue's retention does not keep; False if another process is at upkeep.
@@ -145,18 +153,23 @@ class Tending:
             self._lock.release()
 
     def _retain(self) -> None:
-        self.keeper.clear_consumed()
+        if self._ledger_too:
+            self.keeper.clear_consumed()
         self.remove_cleared()
 
     def _reclaim(self) -> None:
-        engine = self._engine
-        if self._reclaims and engine.books.retention.deletes:
-            again = [reclaim(s, engine.commit_lock) for s in (engine.rows, engine.late.store)]
+        if self._reclaims and self._engine.books.retention.deletes:
+            again = [
+                reclaim(store, shard.commit_lock)
+                for shard in self._shards
+                for store in (shard.rows, shard.late.store)
+            ]
             self._reclaims = any(again)
 
     def remove_cleared(self) -> None:
         """Delete the rows of samples that were cleared since the last time."""
-        if remove_rows(self._engine):
+        removed = [shard.remove_rows() for shard in self._shards]
+        if any(removed):
             self._reclaims = True
 
     def fold_rest(self) -> bool:
@@ -164,14 +177,16 @@ class Tending:
         if not self._lock.acquire(0):
             return False
         try:
-            self._folds.run(lambda: self._stopping, Thrift.SPACE)
+            for folds in self._folds:
+                folds.run(lambda: self._stopping, Thrift.SPACE)
             return True
         finally:
             self._lock.release()
 
     def fold_all(self) -> None:
         """Bring all late fields into the rows, now."""
-        undisturbed(fold, self._engine, Thrift.NONE)
+        for shard in self._shards:
+            undisturbed(fold, shard, Thrift.NONE)
 
     def stop(self) -> None:
         """End upkeep at its next step, and wait for that."""

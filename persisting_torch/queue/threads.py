@@ -6,9 +6,10 @@ import _thread
 import asyncio
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from contextvars import copy_context
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
@@ -44,6 +45,25 @@ class Background:
         """Wait for its end, `limit` seconds at most; its own thread does not wait."""
         if self.ident != threading.get_ident() and self._ended.acquire(timeout=limit):
             self._ended.release()
+
+
+def at_once(calls: Sequence[Callable[[], object]]) -> None:
+    """Make all the calls at the same time, and wait for them; the first error is raised then."""
+    errors: list[BaseException] = []
+
+    def run(call: Callable[[], object]) -> None:
+        try:
+            call()
+        except BaseException as error:
+            errors.append(error)
+
+    others = [Background(partial(run, call)) for call in calls[1:]]
+    for call in calls[:1]:
+        run(call)
+    for other in others:
+        other.join(threading.TIMEOUT_MAX)
+    if errors:
+        raise errors[0]
 
 
 class Threads(Executor):

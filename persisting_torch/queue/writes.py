@@ -112,6 +112,8 @@ class Writes:
         """Put without regard to the capacity."""
         engine = self.engine
         engine.check_open(writing=True)
+        if engine.router is not None and not is_tensor_collection(data):
+            engine.router.check([data] if isinstance(data, dict) else cast(Sequence[Any], data))
         if isinstance(data, dict):
             meta = self.intake.put_record(data, partition)
         else:
@@ -295,8 +297,12 @@ class Writes:
             engine.committer.recover()
         with engine.ledger.reading() as tx:
             engine.books.refresh(tx)
-            has_arrived = engine.books.has_arrived
-            return [chunk for chunk in chunks if not has_arrived(chunk.partition, chunk.first)]
+            arrived = engine.books.arrived_of
+            return [
+                part
+                for chunk in chunks
+                for part in chunk.without(arrived(chunk.partition, chunk.first, len(chunk)))
+            ]
 
     def flush_partition(self, partition: str) -> None:
         """Write what waits, if the partition has part in it."""

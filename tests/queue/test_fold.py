@@ -230,7 +230,7 @@ def test_a_few_values_are_folded_in_a_quiet_time_unless_they_need_much_room(queu
     assert engine.tending.fold_rest()
     assert late_runs(queue) == [("wide",)]
     assert same(queue.sync.get(limit=1000), wanted)
-    assert not engine.tending._folds.rest_due(), "not again for the same"
+    assert not engine.tending._folds[0].rest_due(), "not again for the same"
 
 
 def test_rows_that_are_not_listed_do_not_tie_puts_together(queue: Queue):

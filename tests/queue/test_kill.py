@@ -235,7 +235,7 @@ queue.sync.put([{"late": torch.full((2,), x)} for x in range(4)], metadata=meta)
         "before(place.Path, 'replace')",
         "before(place.FileLock, '__enter__')",
         "after(place.FileLock, 'acquire')",
-        "before(engine, 'Ledger')",
+        "before(parts, 'Ledger')",
         "before(ledger.Ledger, '_make_tables')",
         "after(ledger.Ledger, '_make_tables')",
         "before(engine, 'take_lease')",
@@ -244,7 +244,7 @@ queue.sync.put([{"late": torch.full((2,), x)} for x in range(4)], metadata=meta)
 def test_a_queue_whose_making_was_killed_is_made_by_the_next(tmp_path, patch):
     script = (
         DIE.replace('queue = Queue("q", sys.argv[1])', "")
-        + "from persisting_torch.queue import engine, ledger, place\n"
+        + "from persisting_torch.queue import engine, ledger, parts, place\n"
         + patch
         + '\nqueue = Queue("q", sys.argv[1])'
     )

@@ -1,0 +1,62 @@
+"""The way to a cluster for processes that do not join it, such as the workers of a DataLoader."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+from persisting_torch.cluster.finder import Finder, Member
+from persisting_torch.cluster.plane import refuse_after_fork
+from persisting_torch.cluster.secret import Credentials
+from persisting_torch.cluster.wire import Message
+from persisting_torch.errors import BucketUnavailable
+
+NODES_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class Handle:
+    """The nodes that were known when this was made, and the credentials; small, can be pickled.
+
+    Who has it can do all that a member can do: it holds the cluster's secret.
+    """
+
+    nodes: tuple[Member, ...]
+    credentials: Credentials | None
+
+    def finder(self) -> Finder:
+        """The finder of this process, which keeps the list of nodes fresh by asking them."""
+        refuse_after_fork()
+        with _lock:
+            found = _finders.get(self)
+            if found is None:
+                nodes = _Nodes(self.nodes)
+                found = _finders[self] = Finder(nodes, self.credentials)
+                nodes.finder = found
+            return found
+
+
+class _Nodes:
+    """The nodes, as the first of those tells that were known before; the same if none answers."""
+
+    finder: Finder
+
+    def __init__(self, nodes: tuple[Member, ...]) -> None:
+        self._given = nodes
+        self._known = nodes
+
+    def __call__(self) -> list[Member]:
+        for node in dict.fromkeys((*self._known, *self._given)):
+            try:
+                answer = self.finder.way(node.address).ask(Message({"op": "nodes"}), NODES_SECONDS)
+            except BucketUnavailable:
+                continue  # whoever asks it for a bucket will say so
+            told = tuple(Member(name, address) for name, address in answer.header["nodes"])
+            if told:
+                self._known = told
+                break
+        return list(self._known)
+
+
+_finders: dict[Handle, Finder] = {}
+_lock = threading.Lock()

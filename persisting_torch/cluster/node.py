@@ -1,0 +1,259 @@
+"""A process that owns buckets: takes them when they are asked for, serves them, keeps them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import pyarrow as pa
+
+from persisting_torch.cluster.finder import Member
+from persisting_torch.cluster.plane import Server, waiting
+from persisting_torch.cluster.secret import Credentials
+from persisting_torch.cluster.wire import Message
+from persisting_torch.errors import PersistingError, QueueClosed, StaleOwner
+from persisting_torch.queue.ownership import BEAT_SECONDS, Ownership, Watch, read_owner
+from persisting_torch.queue.place import Split, open_place
+from persisting_torch.queue.threads import Background
+
+log = logging.getLogger(__name__)
+
+OPENING_SECONDS = 1.0  # for which whoever asks for an owner waits; then it asks again
+AGAIN_SECONDS = 1.0
+END_SECONDS = 5.0
+
+Answer = tuple[Message, "pa.Table | None"]
+
+
+class Key(NamedTuple):
+    """A bucket as requests name it."""
+
+    queue: str
+    storage_path: str
+    bucket: int
+
+    def __str__(self) -> str:
+        return f"bucket {self.bucket} of queue {self.queue!r}"
+
+
+class Service(Protocol):
+    """What answers for one bucket that this process owns."""
+
+    def answer(self, request: Message, table: pa.Table | None, /) -> Answer: ...
+
+    def close(self) -> None:
+        """Write what there is to write, and end."""
+
+    def abandon(self) -> None:
+        """End without a trace: the bucket belongs to another owner by now."""
+
+
+OpenService = Callable[[Key, Ownership], Service]
+
+
+@dataclass
+class Held:
+    """A bucket that this process owns; without a service while it is opened or closed."""
+
+    ownership: Ownership
+    service: Service | None = None
+
+
+@dataclass
+class Keeping:
+    """What a node knows of a bucket, whoever owns it."""
+
+    folder: Path
+    watch: Watch
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    held: Held | None = None
+    opening: Background | None = None
+    trouble: str = ""
+    not_before: float = 0.0
+
+
+class Node:
+    """Owns buckets, and answers for them through a Flight server.
+
+    Every answer is given only if the bucket was this node's beyond doubt both when the request came
+    and when the answer was ready.
+    """
+
+    def __init__(
+        self, name: str, host: str, credentials: Credentials | None, open_service: OpenService
+    ) -> None:
+        self.name = name
+        self.incarnation = uuid.uuid4().hex
+        self.discover: Callable[[], Sequence[Member]] = list
+        self._open_service = open_service
+        self._kept: dict[Key, Keeping] = {}
+        self._lock = threading.Lock()
+        self._closing = False
+        self._end = threading.Lock()
+        self._end.acquire()
+        self.server = Server(host, self.answer, credentials)
+        self._keeper = Background(self._keep)
+
+    @property
+    def member(self) -> Member:
+        return Member(self.name, self.server.address)
+
+    # Answering
+
+    def answer(self, request: Message, table: pa.Table | None) -> Answer:
+        """The answer to a request. Raises StaleOwner for a bucket that is not this node's."""
+        header = request.header
+        if header["op"] == "nodes":
+            nodes = [[node.name, node.address] for node in self.discover()]
+            return Message({"nodes": nodes}), None
+        key = Key(header["queue"], header["storage_path"], int(header["bucket"]))
+        if header["op"] == "where":
+            return self._where(key, header.get("split")), None
+        kept = self._kept.get(key)
+        held = kept and kept.held
+        service = held and held.service
+        if not held or not service:
+            raise StaleOwner(f"{key} is not owned by {self.name}.")
+        held.ownership.check()
+        try:
+            alive = header["op"] == "alive"
+            answer = (Message({}), None) if alive else service.answer(request, table)
+        except QueueClosed as error:
+            raise StaleOwner(f"{self.name} has let go of {key}.") from error
+        held.ownership.check()
+        return answer
+
+    def _where(self, key: Key, split: list[Any] | None) -> Message:
+        """The owner of a bucket; this node, if there is none or it is dead."""
+        kept = self._keeping(key, split)
+        with kept.lock:
+            if kept.held is None and kept.opening is None and time.monotonic() > kept.not_before:
+                dead = kept.watch.dead()
+                if dead is not None and not self._closing:
+                    after = dead.epoch
+                    kept.opening = Background(lambda: self._take(key, kept, after))
+            opening = kept.opening
+        if opening is not None:
+            with waiting():
+                opening.join(OPENING_SECONDS)
+        held = kept.held
+        if held is not None and held.service is not None:
+            held.ownership.check()
+            return Message(asdict(held.ownership.owner))
+        owner = read_owner(kept.folder)
+        if owner is None or owner.incarnation in ("", self.incarnation):
+            return Message({"why": kept.trouble or f"{self.name} is not ready to own {key}."})
+        return Message(asdict(owner))
+
+    def _keeping(self, key: Key, split: list[Any] | None) -> Keeping:
+        kept = self._kept.get(key)
+        if kept is None:
+            asked = split and Split(split[0], split[1], distributed=True)
+            place = open_place(key.queue, key.storage_path, asked or None).of_bucket(key.bucket)
+            folder = Path(place.bucket)
+            folder.mkdir(exist_ok=True)
+            with self._lock:
+                kept = self._kept.setdefault(key, Keeping(folder, Watch(folder)))
+        return kept
+
+    def _take(self, key: Key, kept: Keeping, after: int) -> None:
+        """Become the owner of a bucket, and open it."""
+        ownership: Ownership | None = None
+        try:
+            ownership = Ownership.take(
+                kept.folder, after, self.incarnation, self.name, self.server.address
+            )
+            if ownership is not None:
+                # It beats from now on, however long opening takes.
+                held = kept.held = Held(ownership)
+                held.service = self._open_service(key, ownership)
+                log.info("%s owns %s now", self.name, key)
+                kept.trouble = ""
+        except Exception as error:  # told to those who ask for the owner
+            kept.trouble = f"{self.name} could not open {key}: {error}"
+            kept.not_before = time.monotonic() + AGAIN_SECONDS
+            log.warning("%s", kept.trouble, exc_info=not isinstance(error, PersistingError))
+            if ownership is not None:
+                kept.held = None
+                ownership.give_up()
+        finally:
+            with kept.lock:
+                kept.opening = None
+
+    # Keeping
+
+    def _keep(self) -> None:
+        """Say every second that this node lives, and watch those that it may have to replace."""
+        while not self._end.acquire(timeout=BEAT_SECONDS / 2):
+            for key, kept in list(self._kept.items()):
+                held = kept.held
+                try:
+                    if held is not None:
+                        held.ownership.beat()
+                    else:
+                        with kept.lock:
+                            kept.watch.dead()
+                except StaleOwner as error:
+                    log.warning("%s", error)
+                    self._drop(kept, held)
+                except (OSError, PersistingError) as error:
+                    log.warning("%s: %s", key, error)
+
+    @staticmethod
+    def _drop(kept: Keeping, held: Held | None) -> None:
+        """Stop serving a bucket that another node has taken over."""
+        with kept.lock:
+            if held is None or kept.held is not held or kept.opening is not None:
+                return
+            kept.held = None
+        if held.service is not None:
+            Background(held.service.abandon)
+
+    def close(self) -> None:
+        """Close the buckets and leave them to other nodes at once.
+
+        Raises what kept a bucket from being closed, after all the others.
+        """
+        if self._closing:
+            return
+        self._closing = True
+        troubles: list[BaseException] = []
+        # The ledger last: the other buckets of a queue may still have something to enter there.
+        for key in sorted(self._kept, key=lambda key: -key.bucket):
+            try:
+                self._leave(self._kept[key])
+            except Exception as error:
+                troubles.append(error)
+        self._end.release()
+        self._keeper.join(END_SECONDS)
+        self.server.close()
+        if troubles:
+            raise troubles[0]
+
+    @staticmethod
+    def _leave(kept: Keeping) -> None:
+        with kept.lock:
+            opening = kept.opening
+        if opening is not None:
+            opening.join(END_SECONDS)
+        held = kept.held
+        if held is not None:
+            service, held.service = held.service, None
+            try:
+                if service is not None:
+                    service.close()
+            finally:
+                held.ownership.give_up()
+                kept.held = None
+
+
+def node_name(host: str, port: int) -> str:
+    """A name that is the same when the node is started again on the same port."""
+    return f"{host}:{port}" if port else f"{host}:{os.getpid()}"

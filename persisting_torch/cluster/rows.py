@@ -1,0 +1,198 @@
+"""What the owner of a bucket does with its rows for all others: takes them in, and sends them."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from persisting_torch.cluster.remote import composed_of, held_of, late_of
+from persisting_torch.cluster.wire import Message
+from persisting_torch.errors import StaleOwner
+from persisting_torch.queue.books import Books
+from persisting_torch.queue.engine import Engine
+from persisting_torch.queue.ledger import Ledger
+from persisting_torch.queue.locks import ThreadLock
+from persisting_torch.queue.ownership import Ownership
+from persisting_torch.queue.parts import many_parts
+from persisting_torch.queue.place import Place
+from persisting_torch.queue.producers import Finishing, Producer
+from persisting_torch.queue.shard import Shard
+from persisting_torch.queue.shards import BucketCommitter
+from persisting_torch.queue.storage import RowStore
+
+ALIGNMENT = 16  # bytes; the widest that a type of Arrow asks for
+
+Answer = tuple[Message, "pa.Table | None"]
+Operation = Callable[[Message, "pa.Table | None"], Answer]
+
+
+class LeaseLost(Exception):
+    """A producer was held to be dead before its work came in."""
+
+
+class RowService:
+    """The rows of one bucket, for those who put and read. Any number of threads may call it."""
+
+    def __init__(
+        self, place: Place, bucket: int, ownership: Ownership, ledger: Ledger, books: Books
+    ) -> None:
+        """Takes the bucket's datasets and its part of the ledger from whoever had them before."""
+        own = place.of_bucket(bucket)
+        rows, late = RowStore(own.data), RowStore(own.late)
+        epoch = ownership.owner.epoch
+        for store in (rows, late):
+            store.guard = ownership.check
+            store.fence()
+        with ledger.transaction() as tx:
+            books.refresh(tx)
+            _begin_epoch(tx, bucket, epoch)
+        self.committer = BucketCommitter(
+            ledger,
+            books,
+            ThreadLock(f"the rows of {own.bucket}"),
+            rows,
+            late,
+            bucket=bucket,
+            numbered=place.num_buckets > 1,
+            check=partial(_check_epoch, bucket=bucket, epoch=epoch, where=own.bucket),
+        )
+        parts = many_parts(
+            place,
+            ledger,
+            books,
+            self.committer.lock,
+            rows=[rows],
+            late=[late],
+            appenders=[],
+            shards=[Shard(ledger, books, self.committer)],
+            upkeep_lock=ThreadLock(f"the upkeep of {own.bucket}"),
+            tends_ledger=bucket == 0,
+            local=False,
+        )
+        self.engine = Engine(place, parts=parts)
+        self.operations: Mapping[str, Operation] = {
+            "append": self._append,
+            "append_late": self._append_late,
+            "rows": self._rows,
+            "figures": self._figures,
+            "tend": self._tend,
+        }
+
+    def close(self) -> None:
+        """End upkeep, and let the bucket go."""
+        self.engine.close()
+
+    def abandon(self) -> None:
+        """Let go of a bucket that belongs to another owner by now."""
+        self.engine.abandon()
+
+    # Taking in
+
+    def _append(self, request: Message, table: pa.Table | None) -> Answer:
+        assert table is not None
+        with self.committer.lock:
+            self.committer.writer = request.header["writer"]
+            self.committer.append(composed_of(request.header, aligned(table)))
+        self.engine.tending.note_flush(table.nbytes)
+        return Message({}), None
+
+    def _append_late(self, request: Message, table: pa.Table | None) -> Answer:
+        assert table is not None
+        header = request.header
+        keys = [(partition, key, index, tag) for partition, key, index, tag in header["keys"]]
+        finishing = self._finishing(header)
+        try:
+            with self.committer.lock:
+                self.committer.writer = header["writer"]
+                first_row = self.committer.append_late(
+                    late_of(header, aligned(table)), header["partition"], keys, finishing
+                )
+        except LeaseLost as lost:
+            return Message({"lost": [str(lost)]}), None
+        self.engine.tending.note_late(table.nbytes)
+        return Message({"first_row": first_row}), None
+
+    def _finishing(self, header: dict[str, Any]) -> Finishing:
+        parts = []
+        for name, started, members in held_of(header):
+            producer = Producer(name, False, self.engine.place.queue)
+            producer.started = started
+            parts.append((producer, members))
+        return RemoteFinishing(parts)
+
+    # Sending
+
+    def _rows(self, request: Message, table: pa.Table | None) -> Answer:
+        header = request.header
+        rows = np.frombuffer(request.attached[0], dtype="<i8")
+        return Message({}), self._store(header).read(rows, header["columns"])
+
+    def _figures(self, request: Message, table: pa.Table | None) -> Answer:
+        store = self._store(request.header)
+        if not store.exists():
+            return Message({"rows": 0, "fragments": 0, "versions": 0}), None
+        store.refresh()
+        return Message(
+            {"rows": store.rows, "fragments": store.fragments, "versions": store.versions}
+        ), None
+
+    def _store(self, header: dict[str, Any]) -> RowStore:
+        return self.committer.rows if header["store"] == "data" else self.committer.late
+
+    # Upkeep
+
+    def _tend(self, request: Message, table: pa.Table | None) -> Answer:
+        """One round of upkeep, now."""
+        return Message({"done": self.engine.tending.tend()}), None
+
+
+def aligned(table: pa.Table) -> pa.Table:
+    """The table with each buffer at an address that suits its type, as Lance needs it."""
+    columns = [
+        column if _is_aligned(column) else pa.concat_arrays(column.chunks)
+        for column in table.columns
+    ]
+    return pa.Table.from_arrays(columns, schema=table.schema)
+
+
+def _is_aligned(column: pa.ChunkedArray) -> bool:
+    return all(
+        buffer is None or buffer.address % ALIGNMENT == 0
+        for chunk in column.chunks
+        for buffer in chunk.buffers()
+    )
+
+
+class RemoteFinishing(Finishing):
+    """Work that producers of another process finish."""
+
+    def check(self, tx: sqlite3.Connection) -> None:
+        for producer, _ in self.parts:
+            if not producer.is_registered(tx) and not producer.is_done(tx):
+                raise LeaseLost(producer.name)
+
+
+def _begin_epoch(tx: sqlite3.Connection, bucket: int, epoch: int) -> None:
+    """From here on no earlier owner can enter rows of the bucket."""
+    found = tx.execute("SELECT value FROM meta WHERE key = ?", (f"epoch:{bucket}",)).fetchone()
+    if found is not None and found[0] > epoch:
+        raise _stale(f"bucket {bucket}", epoch, found[0])
+    tx.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (f"epoch:{bucket}", epoch))
+
+
+def _check_epoch(tx: sqlite3.Connection, *, bucket: int, epoch: int, where: str) -> None:
+    found = tx.execute("SELECT value FROM meta WHERE key = ?", (f"epoch:{bucket}",)).fetchone()
+    if found is None or found[0] != epoch:
+        raise _stale(where, epoch, found and found[0])
+
+
+def _stale(where: str, epoch: int, now: int | None) -> StaleOwner:
+    return StaleOwner(
+        f"{where} has the owner of epoch {now} by now; the one of epoch {epoch} may not write any"
+        " more. Ask the new owner."
+    )

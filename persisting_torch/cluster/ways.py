@@ -1,0 +1,122 @@
+"""Ways to the processes that answer: over the network, or straight to this process's own node."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Protocol, TypeVar
+
+import pyarrow as pa
+
+from persisting_torch.cluster.plane import Handler, Peer
+from persisting_torch.cluster.secret import Credentials
+from persisting_torch.cluster.wire import Message
+from persisting_torch.errors import BucketUnavailable
+from persisting_torch.queue.threads import Background
+
+Answer = TypeVar("Answer")
+
+MOST_IN_FLIGHT = 8
+WAITING = frozenset({"begin", "follow", "hold"})
+"""Requests that mostly wait for others. They count nowhere where only so many are let through: they
+would keep out those that they wait for."""
+
+
+class Way(Protocol):
+    """How to ask one process."""
+
+    address: str
+
+    def ask(self, request: Message, timeout: float) -> Message: ...
+
+    def get(self, request: Message, timeout: float) -> tuple[Message, pa.Table]: ...
+
+    def put(self, request: Message, table: pa.Table, timeout: float) -> Message: ...
+
+    def close(self) -> None: ...
+
+
+class Far:
+    """A way to another process, with at most eight requests in flight from this one."""
+
+    def __init__(self, address: str, credentials: Credentials | None) -> None:
+        self.address = address
+        self._peer = Peer(address, credentials)
+        # Locks, one for each request in flight, since `with` takes and frees them whatever signal
+        # comes, which no Semaphore does.
+        self._lanes = [threading.Lock() for _ in range(MOST_IN_FLIGHT)]
+        self._next = itertools.count()
+
+    def ask(self, request: Message, timeout: float) -> Message:
+        if request.header["op"] in WAITING:
+            return self._peer.ask(request, timeout)
+        with self._lane():
+            return self._peer.ask(request, timeout)
+
+    def get(self, request: Message, timeout: float) -> tuple[Message, pa.Table]:
+        with self._lane():
+            return self._peer.get(request, timeout)
+
+    def put(self, request: Message, table: pa.Table, timeout: float) -> Message:
+        with self._lane():
+            return self._peer.put(request, table, timeout)
+
+    def _lane(self) -> threading.Lock:
+        free = next((lane for lane in self._lanes if not lane.locked()), None)
+        return free or self._lanes[next(self._next) % MOST_IN_FLIGHT]
+
+    def close(self) -> None:
+        self._peer.close()
+
+
+class Near:
+    """The way to this process's own node: its handler is called, and nothing goes over a wire."""
+
+    def __init__(self, address: str, handler: Handler) -> None:
+        self.address = address
+        self._handler = handler
+        self.closed = False
+
+    def ask(self, request: Message, timeout: float) -> Message:
+        return self._call(request, None)[0]
+
+    def get(self, request: Message, timeout: float) -> tuple[Message, pa.Table]:
+        answer, table = self._call(request, None)
+        return answer, pa.table({}) if table is None else table
+
+    def put(self, request: Message, table: pa.Table, timeout: float) -> Message:
+        return self._call(request, table)[0]
+
+    def _call(self, request: Message, table: pa.Table | None) -> tuple[Message, pa.Table | None]:
+        if self.closed:
+            raise BucketUnavailable(f"the node at {self.address}, in this process, is closed.")
+        return _beside_signals(lambda: self._handler(request, table))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def _beside_signals(call: Callable[[], Answer]) -> Answer:
+    """Call what belongs to all processes, so that no Ctrl-C of this one breaks it off.
+
+    In a thread of its own: those that are shared may all be waiting for what this call ends.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return call()
+    answer: Future[Answer] = Future()
+    done = threading.Lock()
+    done.acquire()
+
+    def run() -> None:
+        try:
+            answer.set_result(call())
+        except BaseException as error:
+            answer.set_exception(error)
+        finally:
+            done.release()
+
+    Background(run)
+    done.acquire()
+    return answer.result()

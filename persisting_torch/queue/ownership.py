@@ -1,0 +1,205 @@
+"""One owner at a time of each bucket, proven by files in the bucket's folder.
+
+    bucket-2/owner/7      made exclusively by the owner of epoch 7; the largest number is the owner
+
+The file says who it is, and a count in it rises every second while the owner lives. Whoever has
+watched the count stand still for `TAKEOVER_SECONDS` may make the file of the next epoch. An owner
+that has not been able to raise its count for `TRUSTED_SECONDS`, by a clock that also runs while the
+machine sleeps, no longer believes in itself. What such an owner still has under way is refused by
+the ledger, whose transactions begin with a look at the epoch in force, and by Lance, since the new
+owner begins with a commit that older ones conflict with.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from persisting_torch.errors import BucketUnavailable, FormatError, StaleOwner
+from persisting_torch.queue.place import Place
+
+BEAT_SECONDS = 1.0
+TRUSTED_SECONDS = 3.0
+TAKEOVER_SECONDS = 5.0
+LOOK_SECONDS = 0.1
+KEPT = 8
+
+FOLDER = "owner"
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Who owns a bucket: the epoch, the process's name for itself, and its Flight server."""
+
+    epoch: int
+    incarnation: str
+    node: str
+    address: str
+    count: int = 0
+
+
+def read_owner(bucket: Path) -> Owner | None:
+    """The owner that the folder names, alive or not; None if there was none yet."""
+    while True:
+        epoch = _largest(bucket / FOLDER)
+        if epoch is None:
+            return None
+        file = bucket / FOLDER / str(epoch)
+        try:
+            found = json.loads(file.read_bytes())
+            return Owner(**{name: found[name] for name in Owner.__annotations__})
+        except FileNotFoundError:
+            continue  # removed, since there are later ones
+        except (ValueError, KeyError, TypeError) as error:
+            raise FormatError(
+                f"{file} does not say who owns {bucket} ({error!r}). Remove it while no node runs."
+            ) from error
+
+
+class Ownership:
+    """This process's ownership of one bucket."""
+
+    def __init__(self, bucket: Path, owner: Owner, began: float) -> None:
+        self.bucket = bucket
+        self.owner = owner
+        self._lock = threading.Lock()
+        self._beaten = began
+        self._lost = False
+
+    @staticmethod
+    def take(
+        bucket: Path, after: int, incarnation: str, node: str, address: str
+    ) -> Ownership | None:
+        """Become the owner of the epoch after this one; None if somebody else did."""
+        began = _now()
+        folder = bucket / FOLDER
+        folder.mkdir(parents=True, exist_ok=True)
+        owner = Owner(after + 1, incarnation, node, address)
+        draft = _write_draft(folder, owner, incarnation)
+        try:
+            # A link comes with its content, which a file that is opened exclusively does not.
+            os.link(draft, folder / str(owner.epoch))
+        except FileExistsError:
+            return None
+        finally:
+            draft.unlink()
+        if _largest(folder) != owner.epoch:
+            return None
+        for name in _epochs(folder):
+            if name <= after - KEPT:
+                (folder / str(name)).unlink(missing_ok=True)
+        return Ownership(bucket, owner, began)
+
+    def beat(self) -> None:
+        """Say that the owner lives. Raises StaleOwner if it was replaced."""
+        with self._lock:
+            self._beat()
+
+    def _beat(self) -> None:
+        began = _now()
+        if self._lost or _largest(self.bucket / FOLDER) != self.owner.epoch:
+            self._lost = True
+            raise self._stale()
+        self._write(replace(self.owner, count=self.owner.count + 1))
+        self._beaten = began
+
+    def _write(self, owner: Owner) -> None:
+        folder = self.bucket / FOLDER
+        _write_draft(folder, owner, self.owner.incarnation).replace(folder / str(owner.epoch))
+        self.owner = owner
+
+    def check(self) -> None:
+        """Raise StaleOwner unless this process may speak for the bucket at this moment.
+
+        Raises BucketUnavailable where its files cannot be reached.
+        """
+        while self._lost or _now() - self._beaten > TRUSTED_SECONDS:
+            try:
+                self.beat()  # which may itself take long, so look again
+            except OSError as error:
+                raise BucketUnavailable(
+                    f"{self.owner.node} cannot say that it owns {self.bucket}: {error}"
+                ) from error
+
+    def give_up(self) -> None:
+        """Leave the bucket to whoever wants it, without letting them wait."""
+        with self._lock:
+            if not self._lost and _largest(self.bucket / FOLDER) == self.owner.epoch:
+                self._lost = True
+                self._write(replace(self.owner, incarnation="", address=""))
+            self._lost = True
+
+    def _stale(self) -> StaleOwner:
+        return StaleOwner(
+            f"{self.bucket} was taken over from this process ({self.owner.node}, epoch"
+            f" {self.owner.epoch}) by another node, since it was silent for too long. Nothing more"
+            " is written or answered here; ask the new owner."
+        )
+
+
+class Watch:
+    """Watches whether the owner of a bucket lives, by its count."""
+
+    def __init__(self, bucket: Path) -> None:
+        self.bucket = bucket
+        self._seen: tuple[int, str, int] | None = None
+        self._since = 0.0
+        self.moves = False
+        """Whether the last look found another owner, or another count, than the one before."""
+
+    def dead(self) -> Owner | None:
+        """The owner, if it may be replaced: it gave up, or has stood still for long enough."""
+        owner = read_owner(self.bucket)
+        if owner is None or not owner.incarnation:
+            return owner or Owner(0, "", "", "")
+        seen = owner.epoch, owner.incarnation, owner.count
+        if seen != self._seen:
+            self.moves = self._seen is not None
+            self._seen, self._since = seen, _now()
+            return None
+        return owner if _now() - self._since >= TAKEOVER_SECONDS else None
+
+
+def refuse_living_owner(place: Place) -> None:
+    """Raise BucketUnavailable while a node of a cluster owns the queue.
+
+    To be called with a lease in the ledger, since an owner looks for those once it is the owner: so
+    one of the two sees the other. Takes a moment if there is such an owner, and TAKEOVER_SECONDS if
+    there is one that died.
+    """
+    watch = Watch(Path(place.bucket))
+    while watch.dead() is None:
+        if watch.moves:
+            owner = read_owner(watch.bucket)
+            raise BucketUnavailable(
+                f"queue {place.queue!r} at {place.root} belongs to a cluster, whose node"
+                f" {owner.node if owner else ''!r} has it now. Join that cluster with"
+                " persisting_torch.init() to use it, or stop its nodes."
+            )
+        time.sleep(LOOK_SECONDS)
+
+
+def _write_draft(folder: Path, owner: Owner, incarnation: str) -> Path:
+    draft = folder / f".{incarnation}-{owner.epoch}"
+    draft.write_text(json.dumps(asdict(owner)))
+    return draft
+
+
+def _largest(folder: Path) -> int | None:
+    return max(_epochs(folder), default=None)
+
+
+def _epochs(folder: Path) -> list[int]:
+    try:
+        return [int(name) for name in os.listdir(folder) if name.isdigit()]
+    except FileNotFoundError:
+        return []
+
+
+def _now() -> float:
+    """Seconds by a clock that goes on while the machine sleeps."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))

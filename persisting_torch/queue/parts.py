@@ -1,0 +1,161 @@
+"""What an engine is put together from: here for a queue on this machine's file systems."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from persisting_torch.queue.books import Books
+from persisting_torch.queue.buffer import Composed
+from persisting_torch.queue.clearing import remove_rows
+from persisting_torch.queue.commit import Committer
+from persisting_torch.queue.late import LateBatch, LateFields
+from persisting_torch.queue.ledger import Ledger
+from persisting_torch.queue.locks import FileLock, Lock
+from persisting_torch.queue.place import Place
+from persisting_torch.queue.runs import Int64s
+from persisting_torch.queue.shard import Shard
+from persisting_torch.queue.shards import BucketCommitter, ManyCommitter, Router
+from persisting_torch.queue.storage import RowStore
+from persisting_torch.queue.stores import ManyStores, Store
+
+if TYPE_CHECKING:
+    from persisting_torch.queue.producers import Finishing
+
+
+class Puts(Protocol):
+    """Commits what is put: to one bucket, or to many."""
+
+    lock: Lock
+    writer: str
+    ledger: Ledger
+    books: Books
+
+    def recover(self) -> bool: ...
+
+    def append(self, composed: Composed) -> None: ...
+
+    def append_late(
+        self,
+        late: LateBatch,
+        partition: str,
+        keys: list[tuple[str, str, int, str | None]],
+        finishing: Finishing,
+    ) -> int: ...
+
+
+@dataclass
+class Parts:
+    """The parts of one process's engine.
+
+    shards are the buckets whose rows this process looks after. `tends_ledger`: whether it also
+    looks after the ledger. `local`: whether the queue belongs to this machine, not to a cluster.
+    """
+
+    ledger: Ledger
+    books: Books
+    rows: Store
+    late: LateFields[Any]
+    committer: Puts
+    shards: Sequence[Shard | Plain]
+    upkeep_lock: Lock
+    tends_ledger: bool = True
+    local: bool = True
+    router: Router | None = None
+
+
+@dataclass
+class Plain:
+    """A queue's only bucket, as upkeep sees it."""
+
+    ledger: Ledger
+    books: Books
+    rows: RowStore
+    late: LateFields[RowStore]
+    committer: Committer
+    commit_lock: Lock = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.commit_lock = self.committer.lock
+
+    def remove_rows(self) -> bool:
+        """Delete the rows of samples that were cleared since the last time."""
+        return remove_rows(self)
+
+
+def local_parts(place: Place, *, fsync: bool) -> Parts:
+    """The parts for a queue that this machine has for itself."""
+    lock = FileLock(place.commit_lock)
+    if place.writable:
+        with lock:
+            ledger = Ledger(place, fsync=fsync)
+    else:
+        ledger = Ledger(place)
+    books = Books(ledger)
+    upkeep_lock = FileLock(place.upkeep_lock)
+    if place.num_buckets == 1:
+        rows, late_rows = RowStore(place.data, fsync=fsync), RowStore(place.late, fsync=fsync)
+        late = LateFields(late_rows, rows, books)
+        committer = Committer(ledger, books, lock, rows, late_rows)
+        plain = Plain(ledger, books, rows, late, committer)
+        return Parts(ledger, books, rows, late, committer, [plain], upkeep_lock)
+    committers = [
+        BucketCommitter(
+            ledger,
+            books,
+            lock,
+            RowStore(place.of_bucket(number).data, fsync=fsync),
+            RowStore(place.of_bucket(number).late, fsync=fsync),
+            bucket=number,
+        )
+        for number in range(place.num_buckets)
+    ]
+    return many_parts(
+        place,
+        ledger,
+        books,
+        lock,
+        rows=[committer.rows for committer in committers],
+        late=[committer.late for committer in committers],
+        appenders=committers,
+        shards=[Shard(ledger, books, committer) for committer in committers],
+        upkeep_lock=upkeep_lock,
+    )
+
+
+def many_parts(
+    place: Place,
+    ledger: Ledger,
+    books: Books,
+    lock: Lock,
+    *,
+    rows: Sequence[Store],
+    late: Sequence[Store],
+    appenders: Sequence[Any],
+    shards: Sequence[Shard],
+    upkeep_lock: Lock,
+    tends_ledger: bool = True,
+    local: bool = True,
+) -> Parts:
+    """The parts for a queue of several buckets, given how each of them is read and written."""
+
+    def packed(numbers: Int64s) -> Int64s:
+        with ledger.lock:
+            return books.places.packed(numbers)
+
+    router = Router(place.queue, place.num_buckets, place.bucket_column)
+    every = ManyStores(place.data, rows, packed)
+    late_rows = ManyStores(place.late, late, lambda numbers: numbers)
+    return Parts(
+        ledger=ledger,
+        books=books,
+        rows=every,
+        late=LateFields(late_rows, every, books),
+        committer=ManyCommitter(ledger, books, lock, router, appenders, apart=not local),
+        shards=shards,
+        upkeep_lock=upkeep_lock,
+        tends_ledger=tends_ledger,
+        local=local,
+        router=router,
+    )

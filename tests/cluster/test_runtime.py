@@ -1,0 +1,443 @@
+"""Processes become one cluster, tell why if they do not, and end cleanly whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+
+import pytest
+
+from persisting_torch import cluster
+from persisting_torch.cluster.addresses import Address, own_address, parse
+from persisting_torch.errors import PersistingError
+from tests.cluster.processes import DIE_WITH_PARENT, ROOT, running
+
+SECRET = "a secret of tests"
+
+STUB = """
+import asyncio, time
+from persisting_torch import cluster
+from persisting_torch.cluster import runtime
+from persisting_torch.cluster.wire import Message
+from persisting_torch.errors import PersistingError
+
+class Stub:
+    def __init__(self, key, ownership): pass
+    def answer(self, request, table): return Message(request.header), table
+    def close(self): pass
+    def abandon(self): pass
+
+def nodes():
+    return sorted(node.name for node in runtime.current().discover())
+
+def await_nodes(count, seconds=30):
+    deadline = time.monotonic() + seconds
+    while len(nodes()) != count and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return nodes()
+"""
+
+MEMBER = (
+    STUB
+    + """
+options = json.loads(sys.argv[1])
+
+async def join():
+    began = time.monotonic()
+    try:
+        await cluster.init(open_service=Stub, **options)
+    except Exception as error:
+        return [type(error).__name__, str(error), time.monotonic() - began]
+    return ["joined", str(runtime.current().address), time.monotonic() - began]
+
+say(asyncio.run(join()))
+while (order := hear()) is not None:
+    if order[0] == "nodes":
+        say(await_nodes(order[1]))
+    elif order[0] == "node":
+        node = runtime.current().node
+        say(node and [node.name, node.server.address])
+    elif order[0] == "shutdown":
+        asyncio.run(cluster.shutdown())
+        say(cluster.is_active())
+    elif order[0] == "init":
+        say(asyncio.run(join()))
+    elif order[0] == "raise":
+        raise RuntimeError("as ordered")
+    elif order[0] == "exit":
+        sys.exit(order[1])
+"""
+)
+
+
+def member(**options):
+    return running(MEMBER, json.dumps(options))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+# Importing
+
+
+def test_neither_pulsing_nor_flight_is_imported_before_it_is_used():
+    code = (
+        "import sys, persisting_torch, persisting_torch.cluster as c; assert not c.is_active();"
+        "sys.exit(any(m in sys.modules for m in ('pulsing', 'pyarrow.flight', 'cryptography')))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=60)
+
+
+# Addresses
+
+
+@pytest.mark.parametrize(
+    "text", ["", "7000", ":7000", "127.0.0.1", "127.0.0.1:", "127.0.0.1:x", "1.2.3.4:70000"]
+)
+def test_an_address_that_is_none_is_refused(text):
+    with pytest.raises(ValueError, match="must be host:port"):
+        parse(text, "addr")
+
+
+def test_a_host_that_is_not_known_is_refused():
+    with pytest.raises(ValueError, match="not known here"):
+        parse("no-such-host.invalid:7000", "seeds")
+
+
+def test_addresses_are_written_as_they_are_read():
+    for text in ("127.0.0.1:7000", "[::1]:0"):
+        assert str(parse(text, "addr")) == text
+    assert isinstance(parse("localhost:80", "addr"), Address)
+
+
+def test_without_a_passphrase_only_this_machine_is_listened_to():
+    for open_to_all in ("10.0.0.7:7000", "192.168.1.1:0", "[2001:db8::1]:1"):
+        with pytest.raises(ValueError, match="run code here"):
+            own_address(open_to_all, None, insecure=False)
+        assert own_address(open_to_all, None, insecure=True).host
+        assert own_address(open_to_all, "secret", insecure=False).host
+    for own in ("127.0.0.1:0", "127.1.2.3:7000", "[::1]:5"):
+        assert own_address(own, None, insecure=False).ip.is_loopback
+    for everywhere in ("0.0.0.0:7000", "[::]:1"):
+        with pytest.raises(ValueError, match="not one that others can reach"):
+            own_address(everywhere, "secret", insecure=True)
+
+
+# Joining
+
+
+def test_nodes_and_light_members_find_each_other():
+    with ExitStack() as stack:
+        first = stack.enter_context(member(passphrase=SECRET, name="first"))
+        _, seed, _ = first.said()
+        second = stack.enter_context(member(seeds=[seed], passphrase=SECRET, name="second"))
+        light = stack.enter_context(member(seeds=[seed], passphrase=SECRET, owns_buckets=False))
+        assert [process.said()[0] for process in (second, light)] == ["joined", "joined"]
+        for process in (first, second, light):
+            process.tell(["nodes", 2])
+            assert process.said() == ["first", "second"]
+        light.tell(["node"])
+        assert light.said() is None
+        second.tell(["node"])
+        name, address = second.said()
+        assert name == "second"
+        assert address.startswith("127.0.0.1:")
+        for process in (light, second, first):
+            process.tell(None)
+            assert process.status(20) == 0
+
+
+def test_a_seed_that_comes_late_is_waited_for():
+    seed = f"127.0.0.1:{free_port()}"
+    with ExitStack() as stack:
+        early = [stack.enter_context(member(seeds=[seed], passphrase=SECRET)) for _ in range(2)]
+        time.sleep(1.5)
+        late = stack.enter_context(member(addr=seed, passphrase=SECRET))
+        assert late.said()[0] == "joined"
+        for process in early:
+            kind, _, seconds = process.said()
+            assert kind == "joined"
+            assert seconds < 8
+        late.tell(["nodes", 3])
+        assert len(late.said()) == 3
+
+
+def test_with_the_same_seeds_everywhere_any_node_may_be_the_first():
+    seeds = [f"127.0.0.1:{free_port()}" for _ in range(2)]
+    with ExitStack() as stack:
+        first = stack.enter_context(member(addr=seeds[1], seeds=seeds, passphrase=SECRET))
+        assert first.said()[0] == "joined"
+        second = stack.enter_context(member(addr=seeds[0], seeds=seeds, passphrase=SECRET))
+        assert second.said()[0] == "joined"
+        third = stack.enter_context(member(seeds=seeds, passphrase=SECRET))
+        assert third.said()[0] == "joined"
+        for process in (first, second, third):
+            process.tell(["nodes", 3])
+            assert len(process.said()) == 3
+
+
+def test_a_node_that_starts_again_on_its_port_takes_its_old_place():
+    port = free_port()
+    with ExitStack() as stack:
+        first = stack.enter_context(member(passphrase=SECRET, name="first"))
+        _, seed, _ = first.said()
+        options = {"addr": f"127.0.0.1:{port}", "seeds": [seed], "passphrase": SECRET}
+        addresses = []
+        for _ in range(2):
+            again = stack.enter_context(member(**options))
+            assert again.said()[0] == "joined"
+            again.tell(["node"])
+            name, address = again.said()
+            assert name == f"{socket.gethostname()}:{port}"
+            addresses.append(address)
+            first.tell(["nodes", 2])
+            assert first.said() == sorted(["first", name])
+            again.kill()
+        assert addresses[0] != addresses[1]
+
+
+@pytest.mark.parametrize("given", ["another secret", None])
+def test_another_passphrase_or_none_is_an_error_and_never_an_island(given):
+    with member(passphrase=SECRET) as first:
+        _, seed, _ = first.said()
+        with member(seeds=[seed], passphrase=given, timeout=3) as stranger:
+            kind, text, seconds = stranger.said()
+            assert kind == "WaitTimeout"
+            assert "another passphrase" in text
+            assert seed in text
+            assert seconds < 10
+            stranger.tell(None)
+            assert stranger.status(20) == 0
+        first.tell(["nodes", 1])
+        assert len(first.said()) == 1
+
+
+def test_a_seed_that_is_not_there_is_an_error_that_says_so():
+    seed = f"127.0.0.1:{free_port()}"
+    with member(seeds=[seed], timeout=1) as alone:
+        kind, text, seconds = alone.said()
+        assert kind == "WaitTimeout"
+        assert f"nobody listens at {seed}" in text
+        assert "passphrase" in text
+        assert 0.9 < seconds < 5
+
+
+def test_a_port_that_is_taken_is_an_error_and_another_try_may_follow():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with member(addr=f"127.0.0.1:{taken.getsockname()[1]}") as process:
+            kind, text, _ = process.said()
+            assert kind == "PersistingError"
+            assert "in use" in text
+            taken.close()
+            process.tell(["init"])
+            assert process.said()[0] == "joined"
+
+
+def test_joining_twice_is_an_error_and_after_shutdown_it_is_none():
+    with member() as process:
+        assert process.said()[0] == "joined"
+        process.tell(["init"])
+        kind, text, _ = process.said()
+        assert kind == "PersistingError"
+        assert "shutdown()" in text
+        for _ in range(2):
+            process.tell(["shutdown"])
+            assert process.said() is False
+            process.tell(["init"])
+            assert process.said()[0] == "joined"
+
+
+def test_without_a_cluster_there_is_no_runtime():
+    from persisting_torch.cluster import runtime
+
+    assert not cluster.is_active()
+    with pytest.raises(PersistingError, match="not part of a cluster"):
+        runtime.current()
+    asyncio.run(cluster.shutdown())
+
+
+# Other ways in
+
+
+ADOPTED = (
+    STUB
+    + """
+import pulsing
+
+async def main():
+    system = await pulsing.init("127.0.0.1:0")
+    assert cluster.is_active()
+    # As a Queue made in a coroutine would: the loop stands still meanwhile.
+    found = runtime.current()
+    say(system.addr)
+    return found
+
+loop = asyncio.new_event_loop()
+found = loop.run_until_complete(main())
+loop.close()  # Pulsing goes on without its loop
+assert runtime.current() is found
+say(await_nodes(2))
+hear()
+"""
+)
+
+
+def test_a_pulsing_that_the_user_has_started_is_used_even_when_its_loop_stands_still():
+    with running(ADOPTED) as adopted:
+        seed = adopted.said()
+        with member(seeds=[seed], name="other") as other:
+            assert other.said()[0] == "joined"
+            other.tell(["nodes", 2])
+            names = other.said()
+            assert len(names) == 2
+            assert adopted.said() == names
+        adopted.tell(None)
+        adopted.status(20)
+
+
+TORCHRUN = (
+    STUB
+    + """
+cluster.init_from_torchrun(open_service=Stub)
+node = runtime.current().node
+names = await_nodes(1)
+with open(f"{sys.argv[1]}/{os.environ['RANK']}", "w") as file:
+    json.dump([node is not None, names, runtime.current().others()], file)
+deadline = time.monotonic() + 20
+while len(os.listdir(sys.argv[1])) < 3 and time.monotonic() < deadline:
+    time.sleep(0.02)
+"""
+)
+
+
+def test_the_ranks_of_torchrun_become_one_cluster(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(DIE_WITH_PARENT + TORCHRUN)
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "x").touch()
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    subprocess.run(
+        [sys.executable, *command, str(out)], check=True, cwd=ROOT, timeout=90, env=environment
+    )
+    names = [f"{socket.gethostname()}:0"]
+    assert json.loads((out / "0").read_text())[:2] == [True, names]
+    assert json.loads((out / "1").read_text()) == [False, names, 1]
+
+
+def test_outside_of_torchrun_its_way_in_says_what_is_missing(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(PersistingError, match="RANK"):
+        cluster.init_from_torchrun()
+
+
+HANDED = (
+    STUB
+    + """
+import multiprocessing, pickle
+
+def work(handle, answers):
+    from persisting_torch.cluster.finder import Target
+    finder = handle.finder()
+    assert finder is handle.finder()
+    answers.put([sorted(node.name for node in finder.nodes()), "pulsing" in sys.modules])
+
+if __name__ == "__main__":
+    options = json.loads(sys.argv[1])
+    asyncio.run(cluster.init(open_service=Stub, **options))
+    await_nodes(2)
+    handle = runtime.current().handle()
+    assert len(pickle.dumps(handle)) < 10_000
+    assert options["passphrase"] not in repr(handle)
+    for method in ("spawn", "forkserver"):
+        context = multiprocessing.get_context(method)
+        answers = context.Queue()
+        child = context.Process(target=work, args=(handle, answers))
+        child.start()
+        say(answers.get(timeout=30))
+        child.join(20)
+        assert child.exitcode == 0
+    try:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                handle.finder()
+            except PersistingError as error:
+                os._exit(7)
+            os._exit(0)
+        say(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    finally:
+        hear()
+"""
+)
+
+
+def test_a_handle_leads_other_processes_to_the_nodes_without_pulsing(tmp_path):
+    script = tmp_path / "handed.py"
+    script.write_text(DIE_WITH_PARENT + HANDED)
+    with ExitStack() as stack:
+        first = stack.enter_context(member(passphrase=SECRET, name="first"))
+        _, seed, _ = first.said()
+        second = stack.enter_context(member(seeds=[seed], passphrase=SECRET, name="second"))
+        second.said()
+        options = {"seeds": [seed], "passphrase": SECRET, "owns_buckets": False}
+        light = stack.enter_context(running(script, json.dumps(options)))
+        assert light.said() == [["first", "second"], False]
+        assert light.said() == [["first", "second"], False]
+        assert light.said() == 7
+        light.tell(None)
+        assert light.status(20) == 0
+
+
+# Endings
+
+
+ENDINGS = {
+    "its end": (None, 0),
+    "sys.exit(3)": (["exit", 3], 3),
+    "an exception": (["raise"], 1),
+    "SIGTERM": (signal.SIGTERM, 143),
+    "Ctrl-C": (signal.SIGINT, 1),
+    "shutdown": (["shutdown"], 0),
+}
+
+
+@pytest.mark.parametrize("owns", [True, False], ids=["node", "light"])
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_member_ends_at_once_with_its_own_exit_status(ending, owns):
+    order, status = ENDINGS[ending]
+    with member(passphrase=SECRET) as first:
+        _, seed, _ = first.said()
+        with member(seeds=[seed], passphrase=SECRET, owns_buckets=owns) as process:
+            assert process.said()[0] == "joined"
+            process.tell(["nodes", 1 + owns])
+            process.said()
+            if isinstance(order, signal.Signals):
+                process.send(order)
+            else:
+                process.tell(order)
+            if ending == "shutdown":
+                assert process.said() is False
+                process.tell(None)
+            found = process.status(8)
+            if ending == "Ctrl-C":
+                assert found in (-signal.SIGINT, 1, 130)
+            else:
+                assert found == status, process.errors()
+        first.tell(["nodes", 1])
+        assert len(first.said(15)) == 1
+        first.tell(None)
+        assert first.status(8) == 0
