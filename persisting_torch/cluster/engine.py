@@ -19,13 +19,14 @@ from persisting_torch.cluster.replica import Replica
 from persisting_torch.cluster.rows import RowService
 from persisting_torch.cluster.service import LedgerService
 from persisting_torch.cluster.wire import Message
-from persisting_torch.errors import PersistingError
+from persisting_torch.errors import PersistingError, StaleOwner
 from persisting_torch.queue.books import Books
 from persisting_torch.queue.engine import Engine
 from persisting_torch.queue.locks import ThreadLock
 from persisting_torch.queue.ownership import Ownership
 from persisting_torch.queue.parts import Parts, many_parts
 from persisting_torch.queue.place import Place, Split, open_place
+from persisting_torch.queue.threads import Background
 from persisting_torch.queue.waiting import hub_of
 
 
@@ -155,6 +156,9 @@ class BucketStorage:
         self._closed = False
         if key.bucket == 0:
             self._ledger = LedgerService.open(self.place, ownership)
+            Background(self._open_soon)  # not now: it asks the ledger, and so this bucket
+        else:
+            self._opened()
 
     def answer(self, request: Message, table: pa.Table | None) -> Answer:
         """The answer to a request for the rows or the ledger."""
@@ -184,8 +188,10 @@ class BucketStorage:
         )
 
     def _opened(self) -> RowService:
-        """The rows, opened when they are first asked for: that needs the ledger, and its owner."""
+        """The rows; to open them needs the ledger, and so its owner."""
         with self._opening:
+            if self._closed:
+                raise StaleOwner(f"{self._key} was closed here. Ask its new owner.")
             if self._rows is None:
                 shared = ledgers_of(self._finder, self.place, self._key.storage_path)
                 try:
@@ -197,9 +203,17 @@ class BucketStorage:
                     raise
             return self._rows
 
+    def _open_soon(self) -> None:
+        """Have upkeep begin, whether anybody asks for rows or not."""
+        try:
+            self._opened()
+        except PersistingError:
+            return  # whoever asks for rows is told
+
     def close(self) -> None:
         """Write what there is to write, and end."""
         with self._opening:
+            self._closed = True
             if self._rows is not None:
                 self._rows.close()
         if self._ledger is not None:
@@ -210,5 +224,6 @@ class BucketStorage:
         if self._ledger is not None:
             self._ledger.abandon()
         with self._opening:
+            self._closed = True
             if self._rows is not None:
                 self._rows.abandon()

@@ -18,6 +18,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -39,6 +40,15 @@ CREATE TEMP TABLE at (log TEXT NOT NULL, number INTEGER NOT NULL);
 INSERT INTO temp.at VALUES ('', 0);"""
 
 
+@dataclass(eq=False)
+class Turn:
+    """A transaction of this process, from when it asks for the turn to write."""
+
+    token: str
+    had: bool = False
+    over: bool = False
+
+
 class Replica(Ledger):
     """The ledger of a queue that another process (or another part of this one) owns."""
 
@@ -53,9 +63,8 @@ class Replica(Ledger):
         self._hub = hub
         self._news = 0
         self._replayed = 0
-        self._token: str | None = None
+        self._turn: Turn | None = None
         self._known = ""
-        self._open_transaction = False
         self.connection = sqlite3.connect(
             ":memory:",
             isolation_level=None,
@@ -102,9 +111,9 @@ class Replica(Ledger):
 
     def _follow(self) -> None:
         while not self.closed:
+            turn = self._turn
             try:
-                token = self._token
-                if token is None:
+                if turn is None or not turn.had:
                     with self.lock:
                         if self.closed:
                             return
@@ -116,10 +125,18 @@ class Replica(Ledger):
                     # than the changes do.
                     time.sleep(max(0.0, began + APART_SECONDS - time.monotonic()))
                 else:
-                    self._head.beat(token)
+                    self._head.beat(turn.token)
                     time.sleep(BEAT_SECONDS)
             except (BucketUnavailable, StaleOwner):
                 time.sleep(AGAIN_SECONDS)
+            except Exception as error:
+                if self.closed:
+                    return
+                self.lost = StaleOwner(
+                    f"the copy of the ledger of queue {self.place.queue!r} cannot follow its owner"
+                    f" any more: {error!r}. Open it anew."
+                )
+                raise
 
     def _abort(self) -> None:
         """End turns that wrote nothing, which nobody has to wait for."""
@@ -130,21 +147,21 @@ class Replica(Ledger):
         """Know all that was committed before this call. Costs one request."""
         with self.lock:
             self.check_open()
-            if self.connection.in_transaction:
-                return  # with the turn there is nothing to know; what is being read stays as it is
+            if self._turn is not None:
+                return  # with the turn there is nothing to know
             position = self._position()
         self._take_in(self._head.follow(*position, 0.0))
 
     def _take_in(self, news: News, *, unless_busy: bool = False) -> None:
         """Enter what the owner tells of, as far as it is not known yet."""
-        if unless_busy and self._token is not None:
-            return  # the turn that another thread has needs its beat
+        if unless_busy and self._turn is not None:
+            return  # another thread may have the turn, which needs its beat
         snapshot = self._head.snapshot() if news[1] is None else None
         while not self.lock.acquire(timeout=BEAT_SECONDS):
-            if unless_busy and self._token is not None:
+            if unless_busy and self._turn is not None:
                 return
         try:
-            if self.closed or self._open_transaction:
+            if self.closed or self._turn is not None:
                 return
             before = self._news
             self._enter(news, snapshot)
@@ -172,10 +189,9 @@ class Replica(Ledger):
             self.connection.execute("BEGIN")
             replay(self.connection, change.statements)
             self._move(log, change.number)
-            self.connection.execute("COMMIT")
+            self.connection.commit()
         finally:
-            if self.connection.in_transaction:
-                self.connection.execute("ROLLBACK")
+            self.connection.rollback()
             self._replayed += self.connection.total_changes - before
 
     # Transactions
@@ -190,30 +206,39 @@ class Replica(Ledger):
         """
         with self.lock:
             self.check_open()
-            assert not self._open_transaction, "a ledger transaction inside another"
-            connection, token, ended = self.connection, uuid.uuid4().hex, False
+            self._clear_up(self._turn)
+            connection, turn = self.connection, Turn(uuid.uuid4().hex)
             try:
-                log, number = self._position()
-                news = self._head.begin(token, log, number)
-                self._token = token
+                self._turn = turn
+                news = self._head.begin(turn.token, *self._position())
+                turn.had = True
                 self._enter(news, None)
                 self.check_open()
-                self._open_transaction = True
                 connection.execute("BEGIN")
                 statements: list[Statement] = []
                 connection.taken = statements
                 yield connection
+                assert self._turn is turn, "a ledger transaction inside another"
                 connection.taken = None
                 if statements:
-                    ended = True
-                    self._conclude(token, self._head.commit(token, statements, self._known))
+                    turn.over = True
+                    number = self._head.commit(turn.token, statements, self._known)
+                    self._conclude(turn.token, number)
             finally:
-                connection.taken = self._token = None
-                self._open_transaction = False
-                if connection.in_transaction:
-                    connection.execute("ROLLBACK")
-                if not ended:
-                    self._aborted.put(token)
+                self._clear_up(turn)
+
+    def _clear_up(self, turn: Turn | None) -> None:
+        """Leave nothing of a transaction but what was committed, with nobody waiting for its end.
+
+        A signal may break off even this; then the next transaction does the rest.
+        """
+        if turn is None or turn is not self._turn:
+            return
+        self.connection.taken = None
+        self.connection.rollback()
+        if not turn.over:
+            self._aborted.put(turn.token)
+        self._turn = None
 
     def _conclude(self, token: str, number: int | None) -> None:
         """Do here what the owner has done."""
@@ -222,22 +247,14 @@ class Replica(Ledger):
             self._move(log, number)
         else:
             self._move("", 0)  # what came of it is known, but not where the log is by now
-        self.connection.execute("COMMIT")
+        self.connection.commit()
         self._known = token
 
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
         with self.lock:
             self.check_open()
-            if self.connection.in_transaction:
-                yield self.connection
-                return
-            try:
-                self.connection.execute("BEGIN")
-                yield self.connection
-            finally:
-                if self.connection.in_transaction:
-                    self.connection.execute("COMMIT")
+            yield self.connection
 
     # What has changed
 

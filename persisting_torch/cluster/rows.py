@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -12,7 +13,7 @@ import pyarrow as pa
 
 from persisting_torch.cluster.remote import composed_of, held_of, late_of
 from persisting_torch.cluster.wire import Message
-from persisting_torch.errors import StaleOwner
+from persisting_torch.errors import BucketUnavailable, StaleOwner
 from persisting_torch.queue.books import Books
 from persisting_torch.queue.engine import Engine
 from persisting_torch.queue.ledger import Ledger
@@ -50,6 +51,8 @@ class RowService:
             store.fence()
         with ledger.transaction() as tx:
             books.refresh(tx)
+            if place.storage and bucket:
+                _come_home(tx, place, bucket, ownership.owner.node)
             _begin_epoch(tx, bucket, epoch)
         self.committer = BucketCommitter(
             ledger,
@@ -175,6 +178,19 @@ class RemoteFinishing(Finishing):
         for producer, _ in self.parts:
             if not producer.is_registered(tx) and not producer.is_done(tx):
                 raise LeaseLost(producer.name)
+
+
+def _come_home(tx: sqlite3.Connection, place: Place, bucket: int, node: str) -> None:
+    """Note where the bucket's rows lie. Raises BucketUnavailable if that is on other storage."""
+    key = f"home:{bucket}"
+    found = tx.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
+    storage, last = json.loads(found[0]) if found else (place.storage, node)
+    if storage != place.storage:
+        raise BucketUnavailable(
+            f"bucket {bucket} of queue {place.queue!r} lies on storage that {node} does not see;"
+            f" {last} had it last. Start that node again."
+        )
+    tx.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, json.dumps([storage, node])))
 
 
 def _begin_epoch(tx: sqlite3.Connection, bucket: int, epoch: int) -> None:

@@ -19,7 +19,7 @@ from persisting_torch.queue.lease import take_over
 from persisting_torch.queue.ledger import Ledger, Sharing
 from persisting_torch.queue.ownership import Ownership
 from persisting_torch.queue.place import Place
-from persisting_torch.queue.record import Log, replay
+from persisting_torch.queue.record import Log, Recorder, replay
 from persisting_torch.queue.turns import Turns
 
 LONGEST_WAIT_SECONDS = 2.0  # at a time; whoever has to wait longer asks again
@@ -64,7 +64,7 @@ class LedgerService:
 
         Raises BucketUnavailable while processes have the queue open as a local one.
         """
-        ledger = Ledger(place, fsync=fsync)
+        ledger = Ledger(place, fsync=fsync, recorded=True)
         try:
             take_over(ledger, ownership.owner.epoch)
         except BaseException:
@@ -132,6 +132,7 @@ class LedgerService:
         statements = decode(header["statements"], list(request.attached))
         with self.ledger.lock:
             with self.ledger.transaction(header["token"]) as tx:
+                assert isinstance(tx, Recorder)
                 replay(tx, statements)
                 now = time.time()
                 tx.execute_untold("INSERT INTO requests VALUES (?, ?)", (header["token"], now))

@@ -65,7 +65,7 @@ def remove_rows(bucket: Plain) -> bool:
         tx.execute("INSERT OR REPLACE INTO meta VALUES ('removed', ?)", (last,))
         if tx.execute("SELECT max(seq) FROM cleared").fetchone()[0] == last:
             forget_runs(tx, bucket.books.gone)
-            fold_cleared(tx)
+            fold_cleared(tx, MOST_ENTRIES)
     return True
 
 
@@ -90,7 +90,7 @@ def forget_runs(tx: sqlite3.Connection, gone: BitMap64) -> None:
     tx.executemany("DELETE FROM runs WHERE seq = ?", dead)
 
 
-def fold_cleared(tx: sqlite3.Connection, most: int = MOST_ENTRIES) -> None:
+def fold_cleared(tx: sqlite3.Connection, most: int) -> None:
     """Join entries whose rows are all deleted into one for each partition, if they are many."""
     if tx.execute("SELECT count(*) FROM cleared").fetchone()[0] <= most:
         return

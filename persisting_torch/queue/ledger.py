@@ -152,9 +152,10 @@ class Ledger:
     On a network file system the journal is a rollback journal, since WAL needs shared memory.
     """
 
-    def __init__(self, place: Place, *, fsync: bool = False) -> None:
+    def __init__(self, place: Place, *, fsync: bool = False, recorded: bool = False) -> None:
         self.place = place
         self.fsync = fsync
+        self._kind = Recorder if recorded else sqlite3.Connection
         self.closed = False
         self.lost: StaleOwner | None = None
         self.epoch: int | None = None  # of ownership by a cluster, as of when it was opened
@@ -168,7 +169,7 @@ class Ledger:
 
     # Opening
 
-    def _connect(self) -> Recorder:
+    def _connect(self) -> sqlite3.Connection:
         try:
             return self._connect_to_write() if self.place.writable else self._connect_to_read()
         except sqlite3.OperationalError as error:
@@ -189,14 +190,14 @@ class Ledger:
             " Restore it from a copy."
         )
 
-    def _connect_to_write(self) -> Recorder:
+    def _connect_to_write(self) -> sqlite3.Connection:
         connection = sqlite3.connect(
             self.place.ledger,
             timeout=BUSY_SECONDS,
             isolation_level=None,
             check_same_thread=False,
             cached_statements=256,
-            factory=Recorder,
+            factory=self._kind,
         )
         journal = "TRUNCATE" if self.place.network else "WAL"
         connection.execute(f"PRAGMA journal_mode = {journal}")
@@ -229,7 +230,7 @@ class Ledger:
             )
         return int(found[0])
 
-    def _connect_to_read(self) -> Recorder:
+    def _connect_to_read(self) -> sqlite3.Connection:
         """The ledger of a queue that this process may not write.
 
         SQLite reads a WAL database only where its shared memory file is there or can be made; where
@@ -246,7 +247,6 @@ class Ledger:
                 uri=True,
                 isolation_level=None,
                 check_same_thread=False,
-                factory=Recorder,
             )
             try:
                 return self._as_of_now(live)
@@ -259,14 +259,11 @@ class Ledger:
                         self.place.ledger + ending, f"{self._copy.name}/ledger.sqlite{ending}"
                     )
         connection = sqlite3.connect(
-            f"{self._copy.name}/ledger.sqlite",
-            isolation_level=None,
-            check_same_thread=False,
-            factory=Recorder,
+            f"{self._copy.name}/ledger.sqlite", isolation_level=None, check_same_thread=False
         )
         return self._as_of_now(connection)
 
-    def _as_of_now(self, connection: Recorder) -> Recorder:
+    def _as_of_now(self, connection: sqlite3.Connection) -> sqlite3.Connection:
         """A connection that may not write, on which an older ledger looks like a new one."""
         if self._check_format(connection) < LEDGER_FORMAT:
             connection.executescript(AS_FORMAT_2)
@@ -299,12 +296,15 @@ class Ledger:
     # Transactions
 
     def share(self, sharing: Sharing) -> None:
-        """From now on others write and follow this ledger through this process, which owns it."""
+        """From now on others write and follow this ledger through this process, which owns it.
+
+        It has to be one whose changes are recorded.
+        """
         with self.lock:
             self._sharing = sharing
 
     @contextmanager
-    def transaction(self, turn: str | None = None) -> Iterator[Recorder]:
+    def transaction(self, turn: str | None = None) -> Iterator[sqlite3.Connection]:
         """All or nothing, alone among all processes; durable when the block ends.
 
         Of a shared ledger, `turn` names the turn to write that the caller has.
@@ -320,6 +320,7 @@ class Ledger:
         with sharing.turns.held(turn, BUSY_SECONDS), self.lock, sharing.log.entry() as change:
             sharing.check()
             with self._alone() as connection:
+                assert isinstance(connection, Recorder)
                 self._refuse_another_epoch(connection, sharing.epoch)
                 try:
                     connection.taken = change
@@ -336,7 +337,7 @@ class Ledger:
             )
 
     @contextmanager
-    def _alone(self) -> Iterator[Recorder]:
+    def _alone(self) -> Iterator[sqlite3.Connection]:
         with self.lock:
             self.check_open()
             assert not self._open_transaction, "a ledger transaction inside another"

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import time
+import uuid
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,7 +29,10 @@ NETWORK_FILE_SYSTEMS = re.compile(
 
 @dataclass(frozen=True)
 class Place:
-    """Where one bucket of a queue lives, and what may be done there."""
+    """Where one bucket of a queue lives, and what may be done there.
+
+    `storage` is the same for all who see the same files; "" of a queue that no cluster made.
+    """
 
     queue: str
     root: str
@@ -38,6 +42,7 @@ class Place:
     format: int = FORMAT
     num_buckets: int = 1
     bucket_column: str | None = None
+    storage: str = ""
 
     def of_bucket(self, number: int) -> Place:
         """The place of another bucket of the queue."""
@@ -68,12 +73,14 @@ class Place:
 class Split:
     """Into how many buckets a queue is to be split, and by which field; None where nobody said.
 
-    A queue that is made on one machine has one bucket, whatever was said.
+    A queue that is made on one machine has one bucket, whatever was said. `part`: whether only some
+    of a distributed queue's buckets are here, and not the first one.
     """
 
     num_buckets: int | None = None
     bucket_column: str | None = None
     distributed: bool = False
+    part: bool = False
 
 
 def open_place(
@@ -127,7 +134,14 @@ def open_place(
         format=described["format"],
         num_buckets=described.get("num_buckets", 1),
         bucket_column=described.get("bucket_column"),
+        storage=described.get("storage", ""),
     )
+
+
+def found_at(queue: str, storage_path: str | os.PathLike[str]) -> dict[str, Any] | None:
+    """What the queue at this place says of itself; None if there is none here."""
+    root = Path(storage_path).expanduser().absolute() / directory_name(queue)
+    return _check(root, queue, None) if (root / MARK).exists() else None
 
 
 def raise_format(place: Place) -> None:
@@ -179,6 +193,9 @@ def _make(root: Path, queue: str, asked: Split | None) -> None:
             described = {"format": FORMAT, "name": queue, "created": time.time()}
             if asked is not None and asked.distributed:
                 described["num_buckets"] = asked.num_buckets or DEFAULT_BUCKETS
+                described["storage"] = uuid.uuid4().hex
+                if asked.part:
+                    described["part"] = True
                 if asked.bucket_column is not None:
                     described["bucket_column"] = asked.bucket_column
             _write_mark(mark, described)

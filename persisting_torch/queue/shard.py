@@ -9,7 +9,7 @@ import numpy as np
 from pyroaring import BitMap64
 
 from persisting_torch.queue.books import Books, LateRun
-from persisting_torch.queue.clearing import count_deleted, fold_cleared, forget_runs
+from persisting_torch.queue.clearing import MOST_ENTRIES, count_deleted, fold_cleared, forget_runs
 from persisting_torch.queue.late import LateFields
 from persisting_torch.queue.ledger import Ledger
 from persisting_torch.queue.places import BUCKET_SHIFT, ROW_MASK, pack
@@ -135,7 +135,7 @@ class Shard:
         if tx.execute("SELECT max(seq) FROM cleared").fetchone()[0] == everywhere:
             forget_runs(tx, self.all.gone)
             _forget_places(tx, self.all.gone)
-            fold_cleared(tx)
+            fold_cleared(tx, MOST_ENTRIES)
             tx.execute(
                 "UPDATE meta SET value = (SELECT value FROM meta WHERE key = 'removed')"
                 " WHERE key GLOB 'removed:*'"

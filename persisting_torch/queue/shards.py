@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import pyarrow as pa
+from lance.fragment import FragmentMetadata
 from pyroaring import BitMap64
 
 from persisting_torch.errors import SchemaError
 from persisting_torch.queue.books import Books
-from persisting_torch.queue.buffer import INDEX_COLUMN, Arrivals, Composed
+from persisting_torch.queue.buffer import INDEX_COLUMN, Arrivals, Composed, Names
 from persisting_torch.queue.commit import Committer
 from persisting_torch.queue.fields import Schema
 from persisting_torch.queue.late import LateBatch
@@ -158,16 +159,28 @@ class BucketCommitter(Committer):
     def append(self, composed: Composed) -> None:
         """Commit those of the samples that have not arrived yet."""
         with self.lock:
+            known = BitMap64()
             with self.ledger.lock:
                 self.books.follow()
-                arrived = BitMap64().union(*(p.arrived for p in self.books.partitions.values()))
-            indexes = composed.table[INDEX_COLUMN].to_numpy()
-            known = arrived & set_of(indexes)
+                for (partition, _), members in composed.arrivals.items():
+                    if partition in self.books.partitions:
+                        known |= members & self.books.partitions[partition].arrived
             if known:
-                fresh = [index not in known for index in indexes.tolist()]
+                indexes = composed.table[INDEX_COLUMN].to_pylist()
+                fresh = [index not in known for index in indexes]
                 composed = part_of(composed, np.flatnonzero(fresh))
             if len(composed.table):
                 super().append(composed)
+
+    def append_kept(
+        self,
+        fragments: list[FragmentMetadata],
+        kept: list[tuple[Names, int]],
+        gone: list[int],
+        version: int,
+    ) -> None:
+        """See Committer. The version is this bucket's, and says nothing about the others."""
+        super().append_kept(fragments, kept, gone, 0)
 
     def recover(self) -> bool:
         """Nothing: there are no notes."""
@@ -274,7 +287,13 @@ class ManyCommitter:
         """
         with self.ledger.lock:
             indexes = late.table[INDEX_COLUMN].to_numpy()
-            buckets = self.books.places.buckets(self.books.runs.rows_of(indexes))
+            rows = self.books.runs.rows_of(indexes)
+            buckets = self.books.places.buckets(rows)
+        if (rows < 0).any():
+            raise KeyError(
+                f"samples {indexes[rows < 0][:10].tolist()} of queue {self.router.queue!r} are"
+                " gone: they were cleared, or consumed and deleted, a moment ago."
+            )
         firsts: list[int] = []
 
         def append(bucket: int, part: LateBatch) -> None:

@@ -393,7 +393,10 @@ def test_thirty_threads_share_one_peer(serve, secret):
 
     def work(number):
         for step in range(10):
-            assert peer.ask(Message({"n": [number, step]}), 30).header["said"]["n"] == [number, step]
+            assert peer.ask(Message({"n": [number, step]}), 30).header["said"]["n"] == [
+                number,
+                step,
+            ]
             answer, table = peer.get(Message({"n": number}), 30)
             assert answer.header["said"] == {"n": number}
             assert table.num_columns == 0
@@ -512,9 +515,7 @@ def test_a_server_that_closes_says_so(serve):
 def test_a_reader_that_does_not_read_holds_up_no_close(away):
     process, peer = away
     client = flight.FlightClient(f"grpc://{peer.address}")
-    reader = client.do_get(
-        flight.Ticket(Message({}).pack()), flight.FlightCallOptions(timeout=60)
-    )
+    reader = client.do_get(flight.Ticket(Message({}).pack()), flight.FlightCallOptions(timeout=60))
     reader.read_chunk()
     process.tell("end")
     began = time.monotonic()
@@ -555,9 +556,7 @@ def test_who_has_no_certificate_is_refused(serve):
         tls_root_certs=ours.authority,
         override_hostname=plane.HOST_NAME,
     )
-    unverified = flight.FlightClient(
-        f"grpc+tls://{peer.address}", disable_server_verification=True
-    )
+    unverified = flight.FlightClient(f"grpc+tls://{peer.address}", disable_server_verification=True)
     plain = flight.FlightClient(f"grpc://{peer.address}")
     for client in (without, unverified, plain):
         with pytest.raises((flight.FlightError, pa.ArrowException)):

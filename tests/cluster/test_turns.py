@@ -10,7 +10,7 @@ import pytest
 
 from persisting_torch.errors import StaleOwner, WaitTimeout
 from persisting_torch.queue import turns as turns_module
-from persisting_torch.queue.record import KEPT, Log, Statement
+from persisting_torch.queue.record import KEPT, Log, Recorder, Statement
 from persisting_torch.queue.turns import Turns
 
 
@@ -167,8 +167,9 @@ def test_only_what_writes_is_taken_down(tmp_path: Path):
     from persisting_torch.queue.ledger import Ledger
     from persisting_torch.queue.place import open_place
 
-    ledger = Ledger(open_place("q", tmp_path))
+    ledger = Ledger(open_place("q", tmp_path), recorded=True)
     with ledger.transaction() as tx:
+        assert isinstance(tx, Recorder)
         tx.taken = []
         tx.execute("SELECT 1")
         tx.execute("  insert into meta values ('a', ?)", (1,))

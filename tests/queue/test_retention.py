@@ -492,7 +492,7 @@ elif moment == "entering":
 elif moment == "pruned":
     then_die("prune", retention.past)
 elif moment == "forgotten":
-    then_die("_forget_runs", clearing)
+    then_die("forget_runs", clearing)
 with Queue("q", sys.argv[1]) as queue:
     queue.engine.tending.retain()
 """

@@ -1,0 +1,354 @@
+"""A cluster of real processes on loopback, for tests that ask what its queues do.
+
+    def fill(path: str) -> list[int]:               # a function of the test's module
+        with Queue("q", path) as queue:
+            return queue.sync.put([{"x": 1}, {"x": 2}]).global_indexes
+
+    @pytest.fixture
+    def nodes() -> Iterator[Cluster]:
+        with Cluster() as cluster:
+            yield cluster
+
+    def test_...(nodes: Cluster, tmp_path: Path) -> None:
+        nodes.grow(3)                               # three processes that own buckets
+        client = nodes.client()                     # a light member: puts and reads, owns nothing
+        assert client.call(fill, str(tmp_path)) == [0, 1]
+        pending = client.begin(fill, str(tmp_path)) # goes on while the test does something else
+        nodes[1].kill()                             # SIGKILL; stop() and go_on(): SIGSTOP, SIGCONT
+        nodes.start(nodes[1])                       # anew, under its name and at its port
+        assert pending.result() == [2, 3]
+        with nodes.alone() as process: ...          # a process that is in no cluster
+
+A Member runs one call after the other in its main thread, with nothing between the calls. What it
+is to do is a function at the top level of a module, and its arguments; result and exception come
+back pickled, the exception with its traceback as a note. What the function leaves in `HELD` is
+there for the next call. `leave()` is cluster.shutdown() and a clean end of the process;
+`end()` ends it without shutdown, by the normal end of an interpreter.
+
+Processes are forks, which start in some 20 ms, of one that has imported all and used nothing. They
+die with it, and it dies with the test, whatever becomes of that. Not for use after a test's process
+has itself joined a cluster, and none of these processes shares its current directory.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import itertools
+import json
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+ROOT = Path(__file__).parents[2]
+LONGEST = 60.0
+
+Answer = TypeVar("Answer")
+
+HELD: dict[str, Any] = {}
+"""What a Member keeps from one call to the next, such as an open queue."""
+
+NURSERY = """
+import ctypes, gc, json, os, signal, sys, warnings
+die_with_parent = lambda: ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+die_with_parent()
+import torch, lance, pytest, pulsing, pyarrow.flight
+import persisting_torch.cluster.engine, persisting_torch.cluster.joining
+import persisting_torch.datasets, persisting_torch.queue.kv, persisting_torch.queue.queue
+import persisting_torch.queue.report, persisting_torch.samplers
+from tests.cluster import nodes
+
+gc.freeze()
+warnings.filterwarnings("ignore", "lance is not fork-safe")  # it was not used here
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+while line := sys.stdin.readline():
+    pid = os.fork()
+    if not pid:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        die_with_parent()
+        nodes.serve(json.loads(line))
+        sys.exit()
+    print(pid, flush=True)
+os._exit(0)
+"""
+
+
+def serve(order: dict[str, Any]) -> None:
+    """The life of a Member: do what comes, until the test hangs up."""
+    os.chdir(order["folder"])
+    for number, name in ((0, os.devnull), (1, "out"), (2, "err")):
+        opened = os.open(name, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        os.dup2(opened, number)
+        os.close(opened)
+    test = Client(order["socket"], "AF_UNIX")
+    while True:
+        try:
+            task = test.recv_bytes()
+        except EOFError:
+            os._exit(0)
+        if not task:
+            return
+        try:
+            function, arguments, options = pickle.loads(task)
+            answer = (True, function(*arguments, **options))
+        except BaseException as error:
+            error.add_note("".join(traceback.format_exception(error)))
+            answer = (False, error)
+        try:
+            test.send(answer)
+        except Exception as error:  # what cannot be pickled
+            test.send((False, TypeError(f"{answer!r}: {error}")))
+
+
+class Pending:
+    """An answer that is awaited."""
+
+    def __init__(self, member: Member) -> None:
+        self._member = member
+
+    def is_there(self, seconds: float = 0.0) -> bool:
+        return self._member.connection.poll(seconds)
+
+    def result(self, seconds: float = LONGEST) -> Any:
+        """What the function returned; raises what it raised."""
+        if not self.is_there(seconds):
+            self._member.kill()
+            raise AssertionError(f"no answer within {seconds} s; {self._member.err}")
+        try:
+            fine, answer = self._member.connection.recv()
+        except (EOFError, ConnectionResetError):
+            raise AssertionError(f"the process died; {self._member.err}") from None
+        if not fine:
+            raise answer
+        return answer
+
+
+class Member:
+    """One process: a node, a light member, or one in no cluster."""
+
+    name = ""
+    address = ""
+    """Where its Pulsing listens: what others take as a seed."""
+
+    def __init__(self) -> None:
+        process, base = _nursery()
+        self.folder = base / str(next(_numbers))
+        self.folder.mkdir()
+        path = str(self.folder / "socket")
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with Listener(path, "AF_UNIX") as listener:
+            order = {"folder": str(self.folder), "socket": path}
+            process.stdin.write(json.dumps(order) + "\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+            assert line, "the nursery died"
+            self.pid = int(line)
+            self.connection: Connection = listener.accept()
+
+    def call(self, function: Callable[..., Answer], *arguments: Any, **options: Any) -> Answer:
+        """What the function returns there; raises what it raises there."""
+        answer: Answer = self.begin(function, *arguments, **options).result()
+        return answer
+
+    def begin(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Pending:
+        """Have it done, and go on here meanwhile."""
+        self.connection.send_bytes(pickle.dumps((function, arguments, options)))
+        return Pending(self)
+
+    @property
+    def out(self) -> str:
+        return (self.folder / "out").read_text()
+
+    @property
+    def err(self) -> str:
+        path = self.folder / "err"
+        return path.read_text() if path.exists() else ""
+
+    def send(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def stop(self) -> None:
+        self.send(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self.send(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """SIGKILL; once this returns the process is gone. Also of one that is gone already."""
+        if self.is_alive():
+            self.send(signal.SIGKILL)
+        self.await_end()
+
+    def end(self, seconds: float = LONGEST) -> None:
+        """The normal end of an interpreter."""
+        self.connection.send_bytes(b"")
+        self.await_end(seconds)
+
+    def leave(self) -> None:
+        """cluster.shutdown(), and a normal end."""
+        self.call(shut_down)
+        self.end()
+
+    def is_alive(self) -> bool:
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        return True
+
+    def await_end(self, seconds: float = LONGEST) -> None:
+        deadline = time.monotonic() + seconds
+        while self.is_alive():
+            assert time.monotonic() < deadline, f"process {self.pid} does not end; {self.err}"
+            time.sleep(0.002)
+
+
+class Cluster:
+    """The processes of one test; they are killed at its end."""
+
+    def __init__(self, passphrase: str | None = None) -> None:
+        self.passphrase = passphrase
+        self.nodes: list[Member] = []
+        self.others: list[Member] = []
+
+    def grow(self, count: int) -> list[Member]:
+        """So many further nodes, the first of all being the seed. They know each other."""
+        added = [self._new_node() for _ in range(count)]
+        self.await_nodes()
+        return added
+
+    def _new_node(self) -> Member:
+        node = Member()
+        node.name = f"node-{len(self.nodes)}"
+        self._join(node, addr="127.0.0.1:0", name=node.name)
+        self.nodes.append(node)
+        return node
+
+    def start(self, node: Member) -> Member:
+        """A node that has ended, anew: in its place here, under its name, at its port."""
+        again = Member()
+        again.name = node.name
+        at = self.nodes.index(node)
+        self.nodes[at] = again
+        self._join(again, addr=node.address, name=node.name)
+        return again
+
+    def client(self, **options: Any) -> Member:
+        """A light member: it puts and reads, and owns nothing."""
+        member = Member()
+        self.others.append(member)
+        self._join(member, addr=None, owns_buckets=False, **options)
+        return member
+
+    def _join(self, member: Member, **options: Any) -> None:
+        seeds = [node.address for node in self.nodes if node.address and node is not member]
+        member.address = member.call(join, seeds=seeds, passphrase=self.passphrase, **options)
+
+    @contextmanager
+    def alone(self) -> Iterator[Member]:
+        """A process that is in no cluster, to open queues as if there were none."""
+        member = Member()
+        self.others.append(member)
+        yield member
+        member.kill()
+
+    def await_nodes(self, seconds: float = LONGEST) -> None:
+        """Until every living node sees just the living ones."""
+        living = [node for node in self.nodes if node.is_alive()]
+        names = sorted(node.name for node in living)
+        deadline = time.monotonic() + seconds
+        for node in living:
+            while (seen := node.call(nodes_seen)) != names:
+                assert time.monotonic() < deadline, (seen, names)
+                time.sleep(0.02)
+
+    def __getitem__(self, number: int) -> Member:
+        return self.nodes[number]
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for member in [*self.others, *self.nodes]:
+            if member.is_alive():
+                member.send(signal.SIGKILL)
+        for member in [*self.others, *self.nodes]:
+            member.await_end()
+            member.connection.close()
+            if error is not None and member.err:
+                error.add_note(f"{member.name or 'a client'} wrote:\n{member.err[-4000:]}")
+
+
+# What members do
+
+
+def join(**options: Any) -> str:
+    """Become part of the cluster; where Pulsing listens."""
+    import asyncio
+
+    from persisting_torch import cluster
+    from persisting_torch.cluster.runtime import current
+
+    asyncio.run(cluster.init(**options))
+    return str(current().address)
+
+
+def shut_down() -> None:
+    import asyncio
+
+    from persisting_torch import cluster
+
+    asyncio.run(cluster.shutdown())
+
+
+def nodes_seen() -> list[str]:
+    """Names of the nodes that this process knows of."""
+    from persisting_torch.cluster.runtime import current
+
+    return sorted(member.name for member in current().discover())
+
+
+def buckets_owned() -> list[tuple[str, int]]:
+    """Queue and bucket of what this node owns."""
+    from persisting_torch.cluster.runtime import current
+
+    node = current().node
+    assert node is not None
+    return sorted((key.queue, key.bucket) for key, kept in node._kept.items() if kept.held)
+
+
+@functools.cache
+def _nursery() -> tuple[subprocess.Popen[str], Path]:
+    folder = Path(tempfile.mkdtemp(prefix="nodes-"))
+    process = subprocess.Popen(
+        [sys.executable, "-c", NURSERY],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    atexit.register(process.kill)
+    return process, folder
+
+
+_numbers = itertools.count()
