@@ -8,10 +8,10 @@ PYTEST_ARGS ?=
 BENCH_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo rl test slow check format bench clean
+.PHONY: help install demo cluster-demo rl test slow check format bench clean
 
 help: ## say what there is to make
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 	@echo "  PYTHON=python3.12 chooses the interpreter, PYTEST_ARGS and BENCH_ARGS are passed on"
 
 install: $(INSTALLED) ## make .venv with pinned versions and this checkout, editable
@@ -25,6 +25,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 demo: $(INSTALLED) ## train from a queue while producers fill it, kill the trainer, resume, count
 	$(RUN) examples/digits_lightning.py
+
+cluster-demo: $(INSTALLED) ## three nodes, rollouts and a trainer on loopback; a node is killed, then count
+	$(RUN) examples/cluster/demo.py
 
 rl: $(INSTALLED) ## the two GRPO examples to their thresholds, every process killed once (ten minutes each)
 	$(RUN) examples/grpo/arithmetic.py
@@ -55,6 +58,6 @@ bench: $(INSTALLED) ## the benchmarks: queue beside plain Lance, waiting, late f
 	$(RUN) benchmarks/vs_transferqueue.py
 
 clean: ## remove the environment, caches and what the demo left behind
-	rm -rf $(VENV) build dist demo_data grpo_data lightning_logs checkpoints
+	rm -rf $(VENV) build dist demo_data cluster_data grpo_data lightning_logs checkpoints
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

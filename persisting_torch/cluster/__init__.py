@@ -18,7 +18,10 @@ _MODULE_OF = {"init": "joining", "init_from_torchrun": "joining", "shutdown": "j
 
 
 def is_active() -> bool:
-    """Whether this process is part of a cluster, by `init` or by `pulsing.init`."""
+    """Whether this process is part of a cluster, by `init` or by `pulsing.init`, or uses one."""
+    handle = sys.modules.get(f"{__name__}.handle")
+    if handle is not None and handle.adopted() is not None:
+        return True
     runtime = sys.modules.get(f"{__name__}.runtime")
     if runtime is not None and runtime.is_joined():
         return True

@@ -16,6 +16,7 @@ LONGEST_WAIT_SECONDS = 60.0
 ANSWER_SECONDS = 10.0
 DATA_SECONDS = 60.0
 SILENT_SECONDS = 1.0
+FIND_SECONDS = 5.0
 FIRST_PAUSE = 0.02
 LONGEST_PAUSE = 0.5
 
@@ -87,14 +88,16 @@ class Bucket:
         deadline = time.monotonic() + limit
         pause = FIRST_PAUSE
         while True:
-            owner = self._finder.owner(self.target, deadline)
+            owner = self._finder.owner(self.target, deadline if limit else deadline + FIND_SECONDS)
             began = time.monotonic()
             try:
                 return say(owner)
             except (BucketUnavailable, StaleOwner) as error:
-                waited = time.monotonic() - began
-                silent = isinstance(error, BucketUnavailable) and waited > SILENT_SECONDS
-                self._finder.forget(owner, silent=silent)
+                gone = isinstance(error, BucketUnavailable)
+                # What is asked once belongs to a turn, which may be over while its owner is not.
+                if gone or limit:
+                    silent = gone and time.monotonic() - began > SILENT_SECONDS
+                    self._finder.forget(owner, silent=silent)
                 if not limit:
                     raise
                 if time.monotonic() + pause >= deadline:

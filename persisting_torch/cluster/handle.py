@@ -58,5 +58,17 @@ class _Nodes:
         return list(self._known)
 
 
+def adopt(handle: Handle) -> None:
+    """From now on, queues of this process are those of that cluster, which it does not join."""
+    global _adopted
+    _adopted = handle
+
+
+def adopted() -> Handle | None:
+    """The way to the cluster that this process uses without being part of it."""
+    return _adopted
+
+
+_adopted: Handle | None = None
 _finders: dict[Handle, Finder] = {}
 _lock = threading.Lock()

@@ -157,6 +157,7 @@ class _Join:
                     self._await_others(runtime, listening, deadline)
                 if self.owns_buckets:
                     runtime.start_node(self.name, self.open_service)
+                self._check_wanted()
             except BaseException:
                 runtime.end()
                 raise
@@ -193,8 +194,11 @@ class _Join:
             )
 
     def _go_on(self, deadline: float, trouble: str) -> None:
-        if self.cancelled:
-            raise PersistingError("the call of init() was cancelled.")
+        self._check_wanted()
         if time.monotonic() >= deadline:
             raise WaitTimeout(f"waited {self.timeout:g} s to join the cluster: {trouble}")
         time.sleep(POLL_SECONDS)
+
+    def _check_wanted(self) -> None:
+        if self.cancelled:
+            raise PersistingError("the call of init() was cancelled.")

@@ -22,6 +22,7 @@ class LoopThread:
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._stopped = False
+        self._running: set[asyncio.Task[None]] = set()
         self._thread = Background(self._run)
 
     def _run(self) -> None:
@@ -47,10 +48,15 @@ class LoopThread:
             finally:
                 done.release()
 
+        def begin() -> None:
+            task = self._loop.create_task(run())
+            self._running.add(task)  # the loop itself holds no more than weak references
+            task.add_done_callback(self._running.discard)
+
         if self._stopped:
             what.close()
             raise PersistingError("this process has left the cluster.")
-        self._loop.call_soon_threadsafe(lambda: asyncio.ensure_future(run()))
+        self._loop.call_soon_threadsafe(begin)
         if not done.acquire(timeout=limit + 1.0):
             raise TimeoutError(f"the thread that speaks with Pulsing is stuck for {limit:g} s.")
         if errors:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -78,6 +79,7 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
             }
         note_use()
         super().__init__(f"{scheme}://{host}:{port}", **secured)
+        _end_it_ourselves(self)
         self.address = f"{host}:{self.port}"
         self.closing = False
         self.ended = False
@@ -161,6 +163,17 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
         self.ended = not ending.is_alive()
 
 
+def _end_it_ourselves(server: Server) -> None:
+    """Keep pyarrow from shutting a server down at exit: that waits for every peer, without limit.
+
+    The list of finalizers is private; without it, such an exit is late, and nothing else.
+    """
+    for finalizer in list(getattr(weakref.finalize, "_registry", ())):
+        found = finalizer.peek()
+        if found is not None and found[0] is server:
+            finalizer.atexit = False
+
+
 def _received(reader: flight.MetadataRecordBatchReader) -> pa.Table | None:
     """The table that was put; None if its sender died or gave up before the last marker."""
     batches, rows, size, declared = [], 0, 0, None
@@ -237,8 +250,10 @@ class Peer:
                 writer.write_metadata(str(table.num_rows).encode())
                 writer.done_writing()
                 answer = reader.read()
-            finally:
+            except pa.ArrowException:
                 writer.close()  # raises what the peer said, if it refused amid the table
+                raise
+            writer.close()
             return _unpacked(b"" if answer is None else answer)
 
     def close(self) -> None:

@@ -52,6 +52,8 @@ class Turn:
 class Replica(Ledger):
     """The ledger of a queue that another process (or another part of this one) owns."""
 
+    connection: Recorder
+
     def __init__(self, place: Place, head: Head, hub: Hub) -> None:
         self.place = place
         self.fsync = False
@@ -110,7 +112,7 @@ class Replica(Ledger):
                 )
 
     def _follow(self) -> None:
-        while not self.closed:
+        while not self.closed and self.lost is None:
             turn = self._turn
             try:
                 if turn is None or not turn.had:
@@ -197,7 +199,7 @@ class Replica(Ledger):
     # Transactions
 
     @contextmanager
-    def transaction(self, turn: str | None = None) -> Iterator[Recorder]:
+    def transaction(self, turn: str | None = None) -> Iterator[sqlite3.Connection]:
         """As Ledger's; durable at the owner when the block ends.
 
         Costs two requests, or one if nothing is written. Raises BucketUnavailable if the owner is
@@ -207,25 +209,25 @@ class Replica(Ledger):
         with self.lock:
             self.check_open()
             self._clear_up(self._turn)
-            connection, turn = self.connection, Turn(uuid.uuid4().hex)
+            connection, own = self.connection, Turn(uuid.uuid4().hex)
             try:
-                self._turn = turn
-                news = self._head.begin(turn.token, *self._position())
-                turn.had = True
+                self._turn = own
+                news = self._head.begin(own.token, *self._position())
+                own.had = True
                 self._enter(news, None)
                 self.check_open()
                 connection.execute("BEGIN")
                 statements: list[Statement] = []
                 connection.taken = statements
                 yield connection
-                assert self._turn is turn, "a ledger transaction inside another"
+                assert self._turn is own, "a ledger transaction inside another"
                 connection.taken = None
                 if statements:
-                    turn.over = True
-                    number = self._head.commit(turn.token, statements, self._known)
-                    self._conclude(turn.token, number)
+                    number = self._head.commit(own.token, statements, self._known)
+                    own.over = True
+                    self._conclude(own.token, number)
             finally:
-                self._clear_up(turn)
+                self._clear_up(own)
 
     def _clear_up(self, turn: Turn | None) -> None:
         """Leave nothing of a transaction but what was committed, with nobody waiting for its end.

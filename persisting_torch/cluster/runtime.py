@@ -56,7 +56,8 @@ class Runtime:
         try:
             self.system = self._loop.call(starting, START_SECONDS)
         except RuntimeError as error:
-            raise PersistingError(f"Pulsing cannot listen at {address}: {error}") from error
+            reason = str(error).partition('"message":"')[2].rstrip('"}') or error
+            raise PersistingError(f"Pulsing cannot listen at {address}: {reason}") from error
         self._started_here = True
         send_at_once(parse(self.system.addr, "addr").port)
 
@@ -124,11 +125,11 @@ class Runtime:
     async def _leave(self) -> None:
         import pulsing
 
-        if self._started_here:
-            if pulsing.is_initialized() and pulsing.get_system() is self.system:
+        if pulsing.is_initialized() and pulsing.get_system() is self.system:
+            if self._name_tag:
+                await membership.withdraw(self.system, self._name_tag)
+            if self._started_here:
                 await pulsing.shutdown()
-        elif self._name_tag and not self.is_stale():
-            await membership.withdraw(self.system, self._name_tag)
 
 
 _lock = threading.Lock()
@@ -213,10 +214,6 @@ def _skip_teardown() -> None:
     libc = ctypes.CDLL(None)
     if hasattr(libc, "on_exit"):
         libc.on_exit(libc._exit, None)
-    else:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
 
 
 def _after_fork_in_child() -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from persisting_torch.errors import PersistingError
 from persisting_torch.queue.names import check_name, directory_name
 from persisting_torch.queue.place import MARK, find_queues
+from persisting_torch.queue.seam import is_distributed, take_way, way_there
 
 if TYPE_CHECKING:
     from persisting_torch.queue import Queue
@@ -19,8 +20,9 @@ if TYPE_CHECKING:
 class QueueHandle:
     """Where a queue is, and this process's handle of it, opened at first use.
 
-    Pickled, it carries the place alone. In the child of a fork it raises PersistingError, since
-    neither the parent's handle nor Lance's threads work there.
+    Pickled, it carries the place alone, and the way to the cluster where there is one. In the child
+    of a fork it raises PersistingError, since neither the parent's handle nor Lance's threads work
+    there.
     """
 
     def __init__(self, queue: Queue | str, storage_path: str | os.PathLike[str]) -> None:
@@ -46,7 +48,9 @@ class QueueHandle:
             )
 
     def check(self) -> None:
-        """Raise PersistingError where there is no such queue yet."""
+        """Raise PersistingError where there is no such queue yet; a cluster makes it."""
+        if is_distributed():
+            return
         root = Path(self.storage_path).expanduser().absolute()
         if self._given is not None or (root / directory_name(self.name) / MARK).exists():
             return
@@ -90,8 +94,10 @@ class QueueHandle:
         self._opened = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_given": None, "_opened": None, "_pid": None}
+        own = {"_given": None, "_opened": None, "_pid": None}
+        return self.__dict__ | own | {"_way": way_there()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        take_way(state.pop("_way"))
         self.__dict__.update(state)
         self._pid = os.getpid()

@@ -164,9 +164,9 @@ class Engine:
         check_range(limit, offset)
         return self.reads.records(limit, offset, self.writes.waiting())
 
-    def stream(self, offset: int = 0) -> Stream:
-        """A position in the order of samples that only moves forward."""
-        return Stream(self, offset)
+    def stream(self, offset: int = 0, buckets: Sequence[int] | None = None) -> Stream:
+        """A position in the order of samples (of some buckets) that only moves forward."""
+        return Stream(self, offset, buckets)
 
     def count(self) -> int:
         """Samples of the queue, waiting ones included, cleared ones not."""

@@ -19,9 +19,10 @@ STEP = 100
 class QueueReader:
     """One rank's share of a queue's records, from where it stopped reading.
 
-    Rank r of world_size W reads the r-th, (r + W)-th, ... record in order. Rank and world size
-    come from the arguments, else from torch.distributed, else from torchrun's environment, else
-    0 of 1. Reading marks nothing.
+    Rank r of world_size W reads the r-th, (r + W)-th, ... record in order; where the queue has
+    several buckets, at least W of them, the records of the r-th, (r + W)-th, ... bucket, once they
+    are flushed. Rank and world size come from the arguments, else from torch.distributed, else from
+    torchrun's environment, else 0 of 1. Reading marks nothing.
     """
 
     def __init__(
@@ -29,8 +30,10 @@ class QueueReader:
     ) -> None:
         self.queue = queue
         self.rank, self.world_size = _place(rank, world_size)
-        self._stream = queue.engine.stream()
-        self._met = 0
+        buckets = range(self.rank, queue.num_buckets, self.world_size)
+        by_bucket = 1 < queue.num_buckets >= self.world_size > 1
+        self._buckets = buckets if by_bucket else None
+        self.reset()
 
     async def get(
         self, limit: int = 100, wait: bool = False, timeout: float | None = None
@@ -65,6 +68,10 @@ class QueueReader:
 
     def _step(self, share: int) -> tuple[list[dict[str, Any]], int]:
         """This rank's part of the next records, `share` at most, and how many were met."""
+        if self._buckets is not None:
+            self.queue.engine.flush()
+            records = self._stream.next(share)
+            return records, len(records)
         until = (self.rank - self._met) % self.world_size
         records = self._stream.next(until + (share - 1) * self.world_size + 1)
         own = records[until :: self.world_size]
@@ -73,7 +80,7 @@ class QueueReader:
 
     def reset(self) -> None:
         """Begin again at the first record."""
-        self._stream = self.queue.engine.stream()
+        self._stream = self.queue.engine.stream(buckets=self._buckets)
         self._met = 0
 
     async def __aenter__(self) -> QueueReader:

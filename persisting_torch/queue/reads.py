@@ -78,12 +78,14 @@ class Reads:
         row: int,
         had: set[int],
         waiting: Sequence[Chunk],
+        buckets: Sequence[int] | None = None,
         *,
         values: bool = True,
     ) -> Moved:
         """Up to `limit` records from row id `row` on, and of waiting samples.
 
-        `had` holds indexes of samples that were met while they waited; they are not met again.
+        With `buckets`, only of rows in these. `had` holds indexes of samples that were met while
+        they waited; they are not met again.
         """
         with self.ledger.lock:
             self._follow()
@@ -93,6 +95,8 @@ class Reads:
             while count < limit and row < self.books.rows:
                 step = present_from(self.books.gone, row, self.books.rows, limit - count)
                 row = int(step[-1]) + 1 if len(step) == limit - count else self.books.rows
+                if buckets is not None:
+                    step = step[np.isin(self.books.places.buckets(step), buckets)]
                 keep = _not_met(self.books.runs.indexes_of(step), had)
                 found.append(step[keep])
                 count += int(keep.sum())

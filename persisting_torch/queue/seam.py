@@ -26,7 +26,8 @@ def open_distributed(
     queue: str, storage_path: str | os.PathLike[str], split: Split, **options: Any
 ) -> Engine:
     """The engine of a queue of the cluster that this process is part of."""
-    finder = import_module(f"{CLUSTER}.runtime").current().finder
+    way = import_module(f"{CLUSTER}.handle").adopted()
+    finder = way.finder() if way else import_module(f"{CLUSTER}.runtime").current().finder
     engine: Engine = import_module(f"{CLUSTER}.engine").open_engine(
         finder, queue, storage_path, split, **options
     )
@@ -35,10 +36,13 @@ def open_distributed(
 
 def way_there() -> Any:
     """What another process needs to use the same queues; None where there is no cluster."""
-    return import_module(f"{CLUSTER}.runtime").current().handle() if is_distributed() else None
+    if not is_distributed():
+        return None
+    way = import_module(f"{CLUSTER}.handle").adopted()
+    return way or import_module(f"{CLUSTER}.runtime").current().handle()
 
 
 def take_way(way: Any) -> None:
     """Use the queues of the cluster from which this came, without being part of it."""
     if way is not None and not is_distributed():
-        import_module(f"{CLUSTER}.runtime").adopt(way)
+        import_module(f"{CLUSTER}.handle").adopt(way)

@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 from lance.fragment import FragmentMetadata
 from pyroaring import BitMap64
+from tensordict import is_tensor_collection
 
 from persisting_torch.errors import SchemaError
 from persisting_torch.queue.books import Books
@@ -49,16 +50,22 @@ class Router:
     num_buckets: int
     column: str | None
 
-    def check(self, records: Sequence[Any]) -> None:
-        """Raise SchemaError for a record without the bucket column, where one was asked for."""
+    def check(self, data: Any) -> None:
+        """Raise SchemaError for a put without the bucket column, where one was asked for."""
         if self.column is None:
             return
-        for number, record in enumerate(records):
-            if isinstance(record, dict) and record.get(self.column) is None:
+        if isinstance(data, list | tuple):
+            named = [(f"record {at}", one) for at, one in enumerate(data) if isinstance(one, dict)]
+        elif is_tensor_collection(data):
+            named = [("the TensorDict", data)]
+        else:
+            named = [("record 0", data)] if isinstance(data, dict) else []
+        for name, given in named:
+            if _value_of(given, self.column) is None:
                 raise SchemaError(
-                    f"queue {self.queue!r}: record {number} has no {self.column!r}, the field that"
-                    f" says which of the {self.num_buckets} buckets it goes to. Give it one, or"
-                    " make the queue without bucket_column."
+                    f"queue {self.queue!r}: {name} has no {self.column!r}, the field that says"
+                    f" which of the {self.num_buckets} buckets it goes to. Give it one, or make"
+                    " the queue without bucket_column."
                 )
 
     def buckets(self, composed: Composed, schema: Schema) -> Int64s:
@@ -78,14 +85,33 @@ class Router:
         return found
 
 
+def _value_of(data: Any, name: str) -> Any:
+    """The field's value in a record, or in a TensorDict, where it may nest; None if it has none."""
+    value = data.get(name, None)
+    outer, dot, inner = name.partition(".")
+    if value is None and dot and is_tensor_collection(data):
+        within = data.get(outer, None)
+        return _value_of(within, inner) if is_tensor_collection(within) else None
+    return value
+
+
 def _hashes(values: pa.Array) -> Int64s:
     """A number for each value, the same for equal values in whatever process; not negative."""
     if pa.types.is_integer(values.type):
-        whole = values.to_numpy().astype(np.int64).view(np.uint64)
-        spread: Int64s = ((whole * _SPREAD) >> np.uint64(33)).astype(np.int64)
-        return spread
+        return _spread(values.to_numpy().astype(np.int64))
     told = [zlib.crc32(repr(value).encode()) for value in values.to_pylist()]
-    return np.array(told, dtype=np.int64)
+    found = np.array(told, dtype=np.int64)
+    if pa.types.is_floating(values.type):
+        # A field that held whole numbers may come to hold others: 2.0 belongs where 2 went.
+        numbers = values.to_numpy(zero_copy_only=False).astype(np.float64)
+        whole = (np.abs(numbers) < 2.0**63) & (numbers == np.trunc(numbers))
+        found[whole] = _spread(numbers[whole].astype(np.int64))
+    return found
+
+
+def _spread(whole: Int64s) -> Int64s:
+    spread: Int64s = ((whole.view(np.uint64) * _SPREAD) >> np.uint64(33)).astype(np.int64)
+    return spread
 
 
 def split(composed: Composed, buckets: Int64s) -> dict[int, Composed]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from persisting_torch.queue.producers import Vigil
+from persisting_torch.queue.reads import Moved
 from persisting_torch.queue.threads import in_thread
 from persisting_torch.queue.waiting import News
 
@@ -14,10 +16,16 @@ if TYPE_CHECKING:
 
 
 class Stream:
-    """A reader's position: the rows and the waiting samples that it has had."""
+    """A reader's position: the rows and the waiting samples that it has had.
 
-    def __init__(self, engine: Engine, offset: int = 0) -> None:
+    With `buckets`, only of samples in these, once they are flushed.
+    """
+
+    def __init__(
+        self, engine: Engine, offset: int = 0, buckets: Sequence[int] | None = None
+    ) -> None:
         self.engine = engine
+        self._buckets = buckets
         self.news = News(engine.hub, engine.ledger)
         self._vigil = Vigil(engine.producers)
         self._skip = offset
@@ -28,22 +36,24 @@ class Stream:
         """Up to `limit` further records; none if there are none now."""
         self.engine.check_open()
         if self._skip:
-            skipped = self.engine.reads.advance(
-                self._skip, self._row, self._had, self.engine.writes.waiting(), values=False
-            )
+            skipped = self._advance(self._skip, values=False)
             self._row = skipped.row
             self._skip -= skipped.count
             if self._skip:
                 return []
         while True:
-            moved = self.engine.reads.advance(
-                limit, self._row, self._had, self.engine.writes.waiting()
-            )
+            moved = self._advance(limit, values=True)
             self._row = moved.row
             if moved.records:
                 self._vigil.begin()
             if moved.records or not moved.count:
                 return moved.records
+
+    def _advance(self, limit: int, *, values: bool) -> Moved:
+        waiting = [] if self._buckets is not None else self.engine.writes.waiting()
+        return self.engine.reads.advance(
+            limit, self._row, self._had, waiting, self._buckets, values=values
+        )
 
     def wait(self, deadline: float) -> bool:
         """Whether there may be further records before `deadline` (of time.monotonic).

@@ -112,8 +112,8 @@ class Writes:
         """Put without regard to the capacity."""
         engine = self.engine
         engine.check_open(writing=True)
-        if engine.router is not None and not is_tensor_collection(data):
-            engine.router.check([data] if isinstance(data, dict) else cast(Sequence[Any], data))
+        if engine.router is not None:
+            engine.router.check(data)
         if isinstance(data, dict):
             meta = self.intake.put_record(data, partition)
         else:

@@ -113,7 +113,7 @@ def serve(order: dict[str, Any]) -> None:
 
 
 class Pending:
-    """An answer that is awaited."""
+    """An answer that is awaited; it has to be fetched before the next call."""
 
     def __init__(self, member: Member) -> None:
         self._member = member
@@ -240,7 +240,7 @@ class Cluster:
     def start(self, node: Member) -> Member:
         """A node that has ended, anew: in its place here, under its name, at its port."""
         again = Member()
-        again.name = node.name
+        again.name, again.address = node.name, node.address
         at = self.nodes.index(node)
         self.nodes[at] = again
         self._join(again, addr=node.address, name=node.name)
@@ -254,7 +254,7 @@ class Cluster:
         return member
 
     def _join(self, member: Member, **options: Any) -> None:
-        seeds = [node.address for node in self.nodes if node.address and node is not member]
+        seeds = [node.address for node in self.nodes if node.address]
         member.address = member.call(join, seeds=seeds, passphrase=self.passphrase, **options)
 
     @contextmanager

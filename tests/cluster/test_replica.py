@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import sqlite3
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -22,12 +25,13 @@ from persisting_torch.cluster.service import LedgerService
 from persisting_torch.cluster.ways import Near
 from persisting_torch.cluster.wire import Message
 from persisting_torch.errors import BucketUnavailable, PersistingError, QueueClosed, StaleOwner
+from persisting_torch.queue import ownership
 from persisting_torch.queue.books import Books
 from persisting_torch.queue.ledger import Ledger
 from persisting_torch.queue.ownership import Ownership, read_owner
 from persisting_torch.queue.place import open_place
 from persisting_torch.queue.waiting import Hub, News
-from tests.cluster.children import Child, Family, gathered
+from tests.cluster.children import ROOT, Child, Family, gathered
 from tests.cluster.ledger_process import QUEUE, head_of, note, noted, open_ledger, replica_of
 
 
@@ -213,6 +217,25 @@ def test_requests_and_answers_that_get_lost_do_not_change_what_is_done(
     other.close()
 
 
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="knows the bytecode of Python 3.11")
+@pytest.mark.parametrize("way", ["near", "far"])
+def test_ctrl_c_wherever_python_looks_for_it_leaves_neither_lock_nor_turn_taken(
+    tmp_path: Path, way: str
+):
+    script = Path(__file__).with_name("interrupted_process.py")
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path), way],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    interrupts, slowest = done.stdout.split()
+    assert int(interrupts) > 100
+    assert float(slowest) < 2.0  # of the transaction after an interrupted one
+
+
 def test_a_commit_that_arrives_after_it_was_given_up_is_refused(node: Node, tmp_path: Path):
     replica, _ = connected(node, tmp_path)
     head = replica._head
@@ -334,6 +357,40 @@ def test_an_owner_that_was_halted_and_replaced_neither_writes_nor_answers(family
     # It is a node like any other by now, and knows who the owner is.
     assert head_of(family.folder, [old.address]).bucket.owner().address == new.address
     own.close()
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_a_node_gives_no_answer_that_was_not_its_own_to_give_all_the_time(
+    node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+):
+    monkeypatch.setattr(ownership, "TRUSTED_SECONDS", 0.2)
+    way, target = Near("", node.answer), Target(QUEUE, str(tmp_path), 0)
+    way.ask(Message({"op": "where", **target.header}), 1.0)
+    node._end.release()  # from here on it does not notice by itself
+    node._keeper.join(5.0)
+    (held,) = (kept.held for kept in node._kept.values())
+    assert held is not None
+    assert held.service is not None
+    answer = held.service.answer
+
+    def replace() -> None:
+        assert Ownership.take(held.ownership.bucket, 1, "another", "another", "")
+        time.sleep(0.3)
+
+    def answer_late(request: Message, table: Any) -> Any:
+        found = answer(request, table)
+        replace()
+        return found
+
+    if when == "before":
+        replace()
+    else:
+        monkeypatch.setattr(held.service, "answer", answer_late)
+    for op in ("snapshot", "hold"):
+        with pytest.raises(StaleOwner, match="taken over"):
+            way.get(Message({"op": op, **target.header, "token": "t"}), 1.0)
+    with pytest.raises(StaleOwner, match="taken over"):
+        way.ask(Message({"op": "alive", **target.header}), 1.0)
 
 
 def test_a_node_that_closes_leaves_its_ledger_to_the_next_at_once(tmp_path: Path):

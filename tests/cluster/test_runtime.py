@@ -12,10 +12,14 @@ import sys
 import time
 from contextlib import ExitStack
 
+import pyarrow.flight as flight
 import pytest
 
 from persisting_torch import cluster
+from persisting_torch.cluster import plane
 from persisting_torch.cluster.addresses import Address, own_address, parse
+from persisting_torch.cluster.secret import credentials
+from persisting_torch.cluster.wire import Message
 from persisting_torch.errors import PersistingError
 from tests.cluster.processes import DIE_WITH_PARENT, ROOT, running
 
@@ -61,9 +65,28 @@ say(asyncio.run(join()))
 while (order := hear()) is not None:
     if order[0] == "nodes":
         say(await_nodes(order[1]))
+    elif order[0] == "now":
+        say(nodes())
     elif order[0] == "node":
         node = runtime.current().node
         say(node and [node.name, node.server.address])
+    elif order[0] == "serve much":
+        import numpy, pyarrow
+        much = pyarrow.table({"a": numpy.zeros(1 << 23)})
+        runtime.current().node.server._handler = lambda request, table: (Message({}), much)
+        say("served")
+    elif order[0] == "at once":
+        import socket
+        found = []
+        for name in os.listdir("/proc/self/fd"):
+            try:
+                with socket.socket(fileno=os.dup(int(name))) as some:
+                    port = some.getsockname()[1:2]
+                    if some.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                        found += [port, some.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)]
+            except OSError:
+                continue
+        say(found)
     elif order[0] == "shutdown":
         asyncio.run(cluster.shutdown())
         say(cluster.is_active())
@@ -274,7 +297,12 @@ def test_without_a_cluster_there_is_no_runtime():
 ADOPTED = (
     STUB
     + """
+import types
 import pulsing
+
+cluster.engine = engine = types.ModuleType("persisting_torch.cluster.engine")
+sys.modules[engine.__name__] = engine
+engine.BucketStorage = lambda key, ownership, finder: Stub(key, ownership)
 
 async def main():
     system = await pulsing.init("127.0.0.1:0")
@@ -304,7 +332,7 @@ def test_a_pulsing_that_the_user_has_started_is_used_even_when_its_loop_stands_s
             assert len(names) == 2
             assert adopted.said() == names
         adopted.tell(None)
-        adopted.status(20)
+        assert adopted.status(20) == 0
 
 
 TORCHRUN = (
@@ -402,42 +430,63 @@ def test_a_handle_leads_other_processes_to_the_nodes_without_pulsing(tmp_path):
         assert light.status(20) == 0
 
 
+def test_replies_of_pulsing_leave_at_once():
+    with member(owns_buckets=False) as process:
+        _, address, _ = process.said()
+        process.tell(["at once"])
+        found = process.said()
+        assert [int(address.split(":")[1])] in found
+        assert found[found.index([int(address.split(":")[1])]) + 1] == 1
+
+
 # Endings
 
 
 ENDINGS = {
-    "its end": (None, 0),
-    "sys.exit(3)": (["exit", 3], 3),
-    "an exception": (["raise"], 1),
-    "SIGTERM": (signal.SIGTERM, 143),
-    "Ctrl-C": (signal.SIGINT, 1),
-    "shutdown": (["shutdown"], 0),
+    "its end": (None, [0]),
+    "sys.exit(3)": (["exit", 3], [3]),
+    "an exception": (["raise"], [1]),
+    "SIGTERM": (signal.SIGTERM, [143]),
+    "Ctrl-C": (signal.SIGINT, [1, 130, -signal.SIGINT]),
+    "shutdown": (["shutdown"], [0]),
 }
 
 
 @pytest.mark.parametrize("owns", [True, False], ids=["node", "light"])
-@pytest.mark.parametrize("ending", ENDINGS)
-def test_a_member_ends_at_once_with_its_own_exit_status(ending, owns):
-    order, status = ENDINGS[ending]
-    with member(passphrase=SECRET) as first:
+def test_members_end_soon_and_with_their_own_exit_status(owns):
+    with ExitStack() as stack:
+        first = stack.enter_context(member(passphrase=SECRET))
         _, seed, _ = first.said()
-        with member(seeds=[seed], passphrase=SECRET, owns_buckets=owns) as process:
+        options = {"seeds": [seed], "passphrase": SECRET, "owns_buckets": owns}
+        processes = {name: stack.enter_context(member(**options)) for name in ENDINGS}
+        for process in processes.values():
             assert process.said()[0] == "joined"
-            process.tell(["nodes", 1 + owns])
-            process.said()
+        for name, (order, _) in ENDINGS.items():
             if isinstance(order, signal.Signals):
-                process.send(order)
+                processes[name].send(order)
             else:
-                process.tell(order)
-            if ending == "shutdown":
-                assert process.said() is False
-                process.tell(None)
-            found = process.status(8)
-            if ending == "Ctrl-C":
-                assert found in (-signal.SIGINT, 1, 130)
-            else:
-                assert found == status, process.errors()
+                processes[name].tell(order)
+        assert processes["shutdown"].said() is False
+        processes["shutdown"].tell(None)
+        for name, (_, statuses) in ENDINGS.items():
+            assert processes[name].status(15) in statuses, (name, processes[name].errors())
         first.tell(["nodes", 1])
-        assert len(first.said(15)) == 1
+        assert len(first.said()) == 1
         first.tell(None)
         assert first.status(8) == 0
+
+
+def test_a_peer_that_does_not_read_what_it_asked_for_holds_up_no_end():
+    with member(passphrase=SECRET) as process:
+        process.said()
+        process.tell(["serve much"])
+        process.said()
+        process.tell(["node"])
+        _, address = process.said()
+        client = plane._connect(address, credentials(SECRET))
+        options = flight.FlightCallOptions(timeout=60)
+        reader = client.do_get(flight.Ticket(Message({}).pack()), options)
+        reader.read_chunk()
+        process.tell(["exit", 3])
+        assert process.status(8) == 3
+        reader.cancel()

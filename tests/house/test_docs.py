@@ -23,7 +23,7 @@ PAGES = [
     for page in [*sorted(REPOSITORY.glob("*.md")), *sorted(REPOSITORY.glob("docs/**/*.md"))]
 ]
 WITH_PYTHON = [page for page in PAGES if blocks((REPOSITORY / page).read_text(), "python")]
-MAKE_TARGETS = set(re.findall(r"^([a-z]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE))
+MAKE_TARGETS = set(re.findall(r"^([a-z-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE))
 
 
 def python(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:

@@ -1,0 +1,72 @@
+"""The other processes of benchmarks/cluster.py: `python cluster_roles.py ROLE ADDRESS [SEED]`.
+
+node     owns buckets
+holder   a member that owns none, with an actor that sends and takes bytes: Pulsing's own transport
+flight   a plain Arrow Flight server that keeps in memory what it is given, and sends it
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.flight as flight
+
+from persisting_torch import cluster
+
+HOLDER = "benchmark/holder"
+
+
+async def node(address: str, seeds: list[str]) -> None:
+    await cluster.init(address, seeds=seeds)
+    await _forever()
+
+
+async def holder(address: str, seeds: list[str]) -> None:
+    await cluster.init(address, seeds=seeds, owns_buckets=False)
+    from pulsing import Actor, get_system
+
+    class Holder(Actor):  # type: ignore[misc]
+        kept: bytes = b""
+
+        async def receive(self, message: Any) -> Any:
+            if message[0] == "put":
+                self.kept = message[1]
+                return ("ok", len(self.kept))
+            return ("ok", self.kept)
+
+    await get_system().spawn(Holder(), name=HOLDER, public=True)
+    await _forever()
+
+
+async def _forever() -> None:
+    print("ready", flush=True)
+    while True:
+        await asyncio.sleep(3600)
+
+
+class Memory(flight.FlightServerBase):
+    """One table, put and got; in messages of about a megabyte, which is fastest."""
+
+    table = pa.table({})
+
+    def do_put(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
+        type(self).table = reader.read_all()
+
+    def do_get(self, context: Any, ticket: Any) -> Any:
+        return flight.RecordBatchStream(self.table)
+
+
+def main(role: str, address: str, *seeds: str) -> None:
+    if role == "flight":
+        server = Memory(f"grpc://{address}")
+        print("ready", flush=True)
+        server.serve()
+    else:
+        asyncio.run({"node": node, "holder": holder}[role](address, list(seeds)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
