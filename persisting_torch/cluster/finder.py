@@ -17,7 +17,7 @@ from persisting_torch.errors import BucketUnavailable, PersistingError
 from persisting_torch.queue.place import Split
 
 ASK_SECONDS = 2.0
-SILENT_SECONDS = 5.0
+SILENT_SECONDS = 6.0  # a little longer than it takes to replace an owner
 NODES_KEPT_SECONDS = 2.0
 FIRST_PAUSE = 0.02
 LONGEST_PAUSE = 0.25
@@ -149,10 +149,8 @@ class Finder:
     ) -> tuple[Found | None, str]:
         """Ask the nodes in turn; the owner, or why there is none."""
         trouble = "there are no nodes."
-        now = time.monotonic()
         ranked = rank_nodes(nodes, target)
-        ranked.sort(key=lambda node: now < self._silent.get(node.address, 0.0))
-        for node in ranked:
+        for node in [node for node in ranked if not self._is_silent(node.address)] or ranked:
             try:
                 return self._ask(node, target), ""
             except (PersistingError, OSError) as error:
@@ -168,6 +166,8 @@ class Finder:
             raise BucketUnavailable(answer["why"])
         address = answer["address"]
         if address != node.address:
+            if self._is_silent(address):
+                raise BucketUnavailable(f"its owner {answer['node']} at {address} does not answer.")
             self._hear(address, "alive", target)
         return Found(
             target, self.way(address), answer["node"], answer["epoch"], answer["incarnation"]
@@ -186,8 +186,11 @@ class Finder:
         return answer
 
     def _note_silence(self, address: str) -> None:
-        """It costs much to ask one that is halted, so the others come first for a while."""
+        """It costs much to ask one that is halted, so it is left alone for a while."""
         self._silent[address] = time.monotonic() + SILENT_SECONDS
+
+    def _is_silent(self, address: str) -> bool:
+        return time.monotonic() < self._silent.get(address, 0.0)
 
     def forget(self, owner: Found, *, silent: bool = False) -> None:
         """Look for the owner anew the next time; if it was silent, not first with its own node."""

@@ -6,7 +6,7 @@ import threading
 from dataclasses import dataclass
 
 from persisting_torch.cluster.finder import Finder, Member
-from persisting_torch.cluster.plane import refuse_after_fork
+from persisting_torch.cluster.peer import refuse_after_fork
 from persisting_torch.cluster.secret import Credentials
 from persisting_torch.cluster.wire import Message
 from persisting_torch.errors import BucketUnavailable

@@ -19,7 +19,7 @@ from persisting_torch.cluster.addresses import (
     parse,
     towards,
 )
-from persisting_torch.cluster.plane import refuse_after_fork
+from persisting_torch.cluster.peer import refuse_after_fork
 from persisting_torch.cluster.runtime import PASSPHRASE, Runtime
 from persisting_torch.cluster.secret import credentials
 from persisting_torch.errors import PersistingError, WaitTimeout

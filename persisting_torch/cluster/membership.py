@@ -34,7 +34,7 @@ async def announce(system: Any, member: Member) -> str:
 
 
 async def withdraw(system: Any, path: str) -> None:
-    """Let no more be told of this node."""
+    """Stop telling of this node; some may still hear of it, until it counts as dead after 30 s."""
     await system.stop(path)
 
 

@@ -1,4 +1,4 @@
-"""The data plane: one Arrow Flight server in each process that owns something, and its clients.
+"""The data plane: one Arrow Flight server in each process that owns something, for its peers.
 
 One round trip for each request. `get` sends a message in the ticket and receives a table whose
 schema carries the answer; `put` sends a table and receives a message once it is committed; `ask`
@@ -7,7 +7,6 @@ sends and receives messages only.
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -16,29 +15,21 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.flight as flight
-from pyarrow.ipc import IpcReadOptions
 
-from persisting_torch.cluster.secret import HOST_NAME, Credentials
-from persisting_torch.cluster.wire import LARGEST_MESSAGE, Message, from_wire, to_wire
-from persisting_torch.errors import BucketUnavailable, PersistingError
+from persisting_torch.cluster.peer import ANSWER, CHUNK_BYTES, Peer, in_chunks, note_use
+from persisting_torch.cluster.secret import Credentials
+from persisting_torch.cluster.wire import Message, to_wire
+from persisting_torch.errors import BucketUnavailable
 from persisting_torch.queue.threads import Background
 
-ANSWER = b"persisting_torch answer"
-CHUNK_BYTES = 1 << 20  # messages of 256 KB to 4 MB stream fastest
+__all__ = ["Handler", "Peer", "Server", "waiting"]
+
 LARGEST_ASIDE = 16 << 20  # of an answer beside a table; larger ones are for `ask`
 LARGEST_TABLE = 2 << 30
 MOST_AT_ONCE = 32
 MOST_INSIDE = 1024
 QUEUED_SECONDS = 30.0
 CLOSE_SECONDS = 1.0
-CONNECT_OPTIONS = [
-    ("grpc.enable_http_proxy", 0),
-    ("grpc.initial_reconnect_backoff_ms", 50),
-    ("grpc.min_reconnect_backoff_ms", 50),
-    ("grpc.max_reconnect_backoff_ms", 200),
-    ("grpc.max_send_message_length", -1),
-    ("grpc.max_receive_message_length", -1),
-]
 
 Handler = Callable[[Message, "pa.Table | None"], "tuple[Message, pa.Table | None]"]
 
@@ -194,147 +185,3 @@ def _received(reader: flight.MetadataRecordBatchReader) -> pa.Table | None:
     if rows != declared:
         raise ValueError(f"{rows} rows arrived of the {declared} that were sent")
     return pa.Table.from_batches(batches, schema=reader.schema)
-
-
-class Peer:
-    """A way to the Flight server of another process; thread-safe, connected when first used.
-
-    Each call raises what the peer's handler raised, and BucketUnavailable if there was no answer
-    within `timeout` seconds: the peer is gone, out of reach or stopped, or has another passphrase.
-    It may have done what it was asked to, then. A Ctrl-C takes effect when the call ends.
-    """
-
-    def __init__(self, address: str, credentials: Credentials | None) -> None:
-        self.address = address
-        self._credentials = credentials
-        self._lock = threading.Lock()
-        self._client: flight.FlightClient | None = None
-
-    def ask(self, request: Message, timeout: float) -> Message:
-        """An answer without data."""
-        action = flight.Action("ask", request.pack())
-        with self._telling():
-            parts, size = [], 0
-            for result in self._connected().do_action(action, options=_limit(timeout)):
-                parts.append(result.body)
-                size += result.body.size
-                if size > LARGEST_MESSAGE:
-                    raise pa.ArrowInvalid("its answer is too large")
-            return _unpacked(parts[0] if len(parts) == 1 else b"".join(parts))
-
-    def get(self, request: Message, timeout: float) -> tuple[Message, pa.Table]:
-        """An answer with a table, its columns aligned as torch likes them."""
-        ticket = flight.Ticket(request.pack())
-        with self._telling():
-            reader = self._connected().do_get(ticket, _limit(timeout))
-            batches = []
-            while True:
-                try:
-                    batches.append(reader.read_chunk().data)
-                except StopIteration:
-                    break
-                batches[-1].validate(full=True)
-            metadata = dict(reader.schema.metadata or {})
-            answer = _unpacked(metadata.pop(ANSWER, b""))
-            table = pa.Table.from_batches(batches, schema=reader.schema)
-            return answer, table.replace_schema_metadata(metadata or None)
-
-    def put(self, request: Message, table: pa.Table, timeout: float) -> Message:
-        """Send a table; the answer comes when the peer has committed it."""
-        descriptor = flight.FlightDescriptor.for_command(request.pack())
-        with self._telling():
-            writer, reader = self._connected().do_put(descriptor, table.schema, _limit(timeout))
-            try:
-                for batch in in_chunks(table).to_batches():
-                    writer.write_batch(batch)
-                writer.write_metadata(str(table.num_rows).encode())
-                writer.done_writing()
-                answer = reader.read()
-            except pa.ArrowException:
-                writer.close()  # raises what the peer said, if it refused amid the table
-                raise
-            writer.close()
-            return _unpacked(b"" if answer is None else answer)
-
-    def close(self) -> None:
-        """End the connection; the next call makes a new one."""
-        with self._lock:
-            client, self._client = self._client, None
-        if client is not None and not _inherited:
-            client.close()
-
-    def _connected(self) -> flight.FlightClient:
-        refuse_after_fork()
-        with self._lock:
-            if self._client is None:
-                note_use()
-                self._client = _connect(self.address, self._credentials)
-            return self._client
-
-    @contextmanager
-    def _telling(self) -> Iterator[None]:
-        try:
-            yield
-        except (flight.FlightError, pa.ArrowException, OSError) as error:
-            raise from_wire(error, f"the process at {self.address}") from None
-
-
-def _unpacked(data: bytes | pa.Buffer) -> Message:
-    try:
-        return Message.unpack(data)
-    except ValueError as error:
-        raise pa.ArrowInvalid(f"its answer is damaged: {error}") from None
-
-
-def in_chunks(table: pa.Table) -> pa.Table:
-    """The table in batches of about a megabyte, which stream faster than one large one."""
-    rows = max(1, table.num_rows * CHUNK_BYTES // max(1, table.nbytes))
-    return pa.Table.from_batches(table.to_batches(max_chunksize=rows), schema=table.schema)
-
-
-def _limit(seconds: float) -> flight.FlightCallOptions:
-    aligned = IpcReadOptions(ensure_alignment=pa.ipc.Alignment.At64Byte)
-    return flight.FlightCallOptions(timeout=max(0.001, seconds), read_options=aligned)
-
-
-def _connect(address: str, credentials: Credentials | None) -> flight.FlightClient:
-    if credentials is None:
-        return flight.FlightClient(f"grpc://{address}", generic_options=CONNECT_OPTIONS)
-    return flight.FlightClient(
-        f"grpc+tls://{address}",
-        tls_root_certs=credentials.authority,
-        cert_chain=credentials.certificate,
-        private_key=credentials.key,
-        override_hostname=HOST_NAME,
-        generic_options=CONNECT_OPTIONS,
-    )
-
-
-# Forks. Flight's connections hang in the child of a process that used any, for ever.
-
-_used = False
-_inherited = False
-
-
-def note_use() -> None:
-    """Remember that this process has connections which a fork would break."""
-    global _used
-    _used = True
-
-
-def refuse_after_fork() -> None:
-    """Raise PersistingError in a fork of a process that is part of a cluster."""
-    if _inherited:
-        raise PersistingError(
-            f"process {os.getpid()} was forked from one that is connected to a cluster, and cannot"
-            " use its connections. Start processes by 'forkserver' or 'spawn', as in"
-            " DataLoader(..., multiprocessing_context='forkserver')."
-        )
-
-
-def _after_fork_in_child() -> None:
-    global _inherited
-    _inherited = _used
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -29,6 +29,9 @@ from persisting_torch.queue.sets import pack_set, unpack_set
 from persisting_torch.queue.storage import RowStore
 from persisting_torch.queue.threads import Background
 
+ANSWER_SECONDS = 5.0
+SLOWEST_BYTES_PER_SECOND = 20e6
+READ_SECONDS = 10.0
 LOCK_SECONDS = 120.0
 BEAT_SECONDS = 0.5
 
@@ -51,7 +54,8 @@ class RemoteAppender:
             "keys": composed.keys,
             "writer": self.writer,
         }
-        self.bucket.put("append", header, composed.table)
+        table = composed.table
+        self.bucket.put("append", header, table, seconds=_seconds_for(table))
 
     def append_late(
         self,
@@ -71,12 +75,18 @@ class RemoteAppender:
             ],
             "writer": self.writer,
         }
-        answer = self.bucket.put("append_late", header, late.table).header
+        seconds = _seconds_for(late.table)
+        answer = self.bucket.put("append_late", header, late.table, seconds=seconds).header
         for producer, members in finishing.parts:
             if producer.name in answer.get("lost", ()):
                 producer.lose()
                 raise producer.refuse(members)
         return int(answer["first_row"])
+
+
+def _seconds_for(table: pa.Table) -> float:
+    """How long one try may take: an owner that is halted is not waited for much longer."""
+    return ANSWER_SECONDS + table.nbytes / SLOWEST_BYTES_PER_SECOND
 
 
 def composed_of(header: dict[str, Any], table: pa.Table) -> Composed:
@@ -173,7 +183,7 @@ class BucketStore:
             return near.read(rows, columns)
         asked = np.ascontiguousarray(rows, dtype="<i8").tobytes()
         header = {"store": self._which, "columns": list(columns)}
-        return self._bucket.get("rows", header, [asked])[1]
+        return self._bucket.get("rows", header, [asked], seconds=READ_SECONDS)[1]
 
 
 class SharedLock:

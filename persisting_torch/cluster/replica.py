@@ -12,18 +12,17 @@ owners before it have committed. So its sequence numbers never go back, whoever 
 from __future__ import annotations
 
 import sqlite3
-import tempfile
 import threading
 import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from queue import SimpleQueue
 
 from persisting_torch.cluster.head import Head, News
-from persisting_torch.errors import BucketUnavailable, PersistingError, StaleOwner
+from persisting_torch.cluster.snapshots import restore
+from persisting_torch.errors import BucketUnavailable, StaleOwner
 from persisting_torch.queue.ledger import Ledger
 from persisting_torch.queue.place import Place
 from persisting_torch.queue.record import Change, Recorder, Statement, replay
@@ -102,7 +101,7 @@ class Replica(Ledger):
             before = _sequences(self.connection)
             self._news += 1
             self._move("", 0)
-            _restore(self.connection, content)
+            restore(self.connection, content)
             self._move(log, number)
             after = _sequences(self.connection)
             if any(after.get(table, -1) < last for table, last in before.items()):
@@ -289,17 +288,3 @@ def _sequences(connection: sqlite3.Connection) -> dict[str, int]:
     if not connection.execute("SELECT 1 FROM main.sqlite_master LIMIT 1").fetchone():
         return {}
     return dict(connection.execute("SELECT name, seq FROM main.sqlite_sequence").fetchall())
-
-
-def _restore(connection: sqlite3.Connection, content: bytes) -> None:
-    """Make a database in memory what the file with this content is."""
-    with tempfile.TemporaryDirectory(prefix="persisting_torch-") as folder:
-        file = Path(folder) / "ledger.sqlite"
-        file.write_bytes(content)
-        source = sqlite3.connect(f"file:{file}?mode=ro&immutable=1", uri=True)
-        try:
-            source.backup(connection)
-        except sqlite3.DatabaseError as error:
-            raise PersistingError(f"the owner sent a ledger that is none: {error}") from error
-        finally:
-            source.close()

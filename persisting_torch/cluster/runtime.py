@@ -16,7 +16,7 @@ from persisting_torch.cluster.addresses import Address, parse, send_at_once
 from persisting_torch.cluster.finder import Finder, Member
 from persisting_torch.cluster.handle import Handle
 from persisting_torch.cluster.loop import LoopThread
-from persisting_torch.cluster.plane import note_use, refuse_after_fork
+from persisting_torch.cluster.peer import note_use, refuse_after_fork
 from persisting_torch.cluster.secret import Credentials, credentials
 from persisting_torch.errors import PersistingError
 from persisting_torch.queue.lifecycle import after_closing

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import sqlite3
-import tempfile
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
 from persisting_torch.cluster.plane import waiting
+from persisting_torch.cluster.snapshots import content_of
 from persisting_torch.cluster.statements import decode, encode_changes
 from persisting_torch.cluster.wire import Message
 from persisting_torch.errors import PersistingError, WaitTimeout
@@ -174,15 +172,3 @@ class LedgerService:
     def _release(self, request: Message, table: pa.Table | None) -> Answer:
         self.alone.give(request.header["token"])
         return Message({}), None
-
-
-def content_of(connection: sqlite3.Connection) -> bytes:
-    """A database as the bytes of a file."""
-    with tempfile.TemporaryDirectory(prefix="persisting_torch-") as folder:
-        file = Path(folder) / "ledger.sqlite"
-        target = sqlite3.connect(file)
-        try:
-            connection.backup(target)
-        finally:
-            target.close()
-        return file.read_bytes()

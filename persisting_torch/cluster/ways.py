@@ -19,9 +19,13 @@ from persisting_torch.queue.threads import Background
 Answer = TypeVar("Answer")
 
 MOST_IN_FLIGHT = 8
-WAITING = frozenset({"begin", "follow", "hold"})
+WAITING = frozenset({"begin", "follow", "hold", "alive"})
 """Requests that mostly wait for others. They count nowhere where only so many are let through: they
 would keep out those that they wait for."""
+
+LOOK_SECONDS = 1.0
+ALIVE_SECONDS = 2.0
+SOON_SECONDS = 5.0  # calls that end by then are not looked after
 
 
 class Way(Protocol):
@@ -52,16 +56,34 @@ class Far:
     def ask(self, request: Message, timeout: float) -> Message:
         if request.header["op"] in WAITING:
             return self._peer.ask(request, timeout)
-        with self._lane():
-            return self._peer.ask(request, timeout)
+        if timeout <= SOON_SECONDS:
+            with self._lane():
+                return self._peer.ask(request, timeout)
+        return self._attended(request, lambda: self._peer.ask(request, timeout))
 
     def get(self, request: Message, timeout: float) -> tuple[Message, pa.Table]:
-        with self._lane():
-            return self._peer.get(request, timeout)
+        return self._attended(request, lambda: self._peer.get(request, timeout))
 
     def put(self, request: Message, table: pa.Table, timeout: float) -> Message:
-        with self._lane():
-            return self._peer.put(request, table, timeout)
+        return self._attended(request, lambda: self._peer.put(request, table, timeout))
+
+    def _attended(self, request: Message, call: Callable[[], Answer]) -> Answer:
+        """What a call that may take long answers, while the bucket's owner lives.
+
+        From a process that is halted, or out of reach, nothing comes, not even an error. The call
+        is left alone then, and raises what the look for the owner raises.
+        """
+
+        def in_lane() -> Answer:
+            with self._lane():
+                return call()
+
+        answer, done = _begin(in_lane)
+        bucket = {name: request.header[name] for name in ("queue", "storage_path", "bucket")}
+        alive = Message({"op": "alive", **bucket})
+        while not done.acquire(timeout=LOOK_SECONDS):
+            self._peer.ask(alive, ALIVE_SECONDS)
+        return answer.result()
 
     def _lane(self) -> threading.Lock:
         free = next((lane for lane in self._lanes if not lane.locked()), None)
@@ -105,6 +127,13 @@ def _beside_signals(call: Callable[[], Answer]) -> Answer:
     """
     if threading.current_thread() is not threading.main_thread():
         return call()
+    answer, done = _begin(call)
+    done.acquire()
+    return answer.result()
+
+
+def _begin(call: Callable[[], Answer]) -> tuple[Future[Answer], threading.Lock]:
+    """Call in a thread of its own: what comes of it, and a lock that is free once it has."""
     answer: Future[Answer] = Future()
     done = threading.Lock()
     done.acquire()
@@ -118,5 +147,4 @@ def _beside_signals(call: Callable[[], Answer]) -> Answer:
             done.release()
 
     Background(run)
-    done.acquire()
-    return answer.result()
+    return answer, done

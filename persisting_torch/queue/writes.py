@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from tensordict import TensorDictBase, is_tensor_collection
 
-from persisting_torch.errors import FlushFailed, PersistingError, SchemaError
+from persisting_torch.errors import BucketUnavailable, FlushFailed, PersistingError, SchemaError
 from persisting_torch.queue.buffer import Chunk, compose
 from persisting_torch.queue.intake import own_chunks
 from persisting_torch.queue.meta import BatchMeta
@@ -266,8 +266,8 @@ class Writes:
             ) as error:
                 raise FlushFailed(
                     f"queue {self.engine.place.queue!r}: {sum(map(len, chunks))} samples could not"
-                    f" be written to {self.engine.place.bucket}: {error}. They are kept in memory;"
-                    " make room or access and call flush() again."
+                    f" be written to {self.engine.place.bucket}: {str(error).rstrip('.')}. They are"
+                    f" kept in memory; {_remedy(error)}call flush() again."
                 ) from error
             finally:
                 with self.intake.lock:
@@ -335,3 +335,7 @@ class Writes:
 
     def _in_memory(self) -> list[Chunk]:
         return [*self._flushing, *self.intake.buffer.chunks]
+
+
+def _remedy(error: BaseException) -> str:
+    return "" if isinstance(error, BucketUnavailable) else "make room or access and "

@@ -33,12 +33,10 @@ def test_nodes_are_killed_one_after_the_other_and_nobody_notices_but_by_waiting(
     head = owner(nodes, path, 0)
     other = next(node for b in (1, 2, 3) if (node := owner(nodes, path, b)) is not head)
     for killed in (head, other):
-        owned = [b for b in range(4) if owner(nodes, path, b) is killed]
-        epochs = [work.owner_of(path, b).epoch for b in owned]
+        owned = [bucket for bucket in range(4) if owner(nodes, path, bucket) is killed]
+        epochs = {bucket: work.owner_of(path, bucket).epoch for bucket in owned}
         killed.kill()
-        work.await_so(
-            lambda: [work.owner_of(path, b).epoch for b in owned] > epochs, TAKEOVER, "a takeover"
-        )
+        work.await_takeover(path, epochs)
         nodes.start(killed)
         time.sleep(0.5)
     told = workers.end()

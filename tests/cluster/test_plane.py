@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.flight as flight
 import pytest
 
+from persisting_torch.cluster import peer as peers
 from persisting_torch.cluster import plane
 from persisting_torch.cluster.plane import Peer, Server, waiting
 from persisting_torch.cluster.secret import credentials
@@ -150,8 +151,8 @@ def test_ask_carries_tens_of_megabytes_both_ways(serve):
 
 def test_an_answer_is_carried_whatever_its_length_is(serve):
     peer = serve(lambda request, table: (Message({}, [bytes(request.header["n"])]), None))
-    empty = len(Message({}, [bytes(plane.CHUNK_BYTES)]).pack()) - plane.CHUNK_BYTES
-    for length in (0, 1, *(k * plane.CHUNK_BYTES - empty + d for k in (1, 3) for d in (-1, 0, 1))):
+    empty = len(Message({}, [bytes(peers.CHUNK_BYTES)]).pack()) - peers.CHUNK_BYTES
+    for length in (0, 1, *(k * peers.CHUNK_BYTES - empty + d for k in (1, 3) for d in (-1, 0, 1))):
         assert len(peer.ask(Message({"n": length}), 5).attached[0]) == length
 
 
@@ -556,7 +557,7 @@ def test_who_has_no_certificate_is_refused(serve):
     without = flight.FlightClient(
         f"grpc+tls://{peer.address}",
         tls_root_certs=ours.authority,
-        override_hostname=plane.HOST_NAME,
+        override_hostname=peers.HOST_NAME,
     )
     unverified = flight.FlightClient(f"grpc+tls://{peer.address}", disable_server_verification=True)
     plain = flight.FlightClient(f"grpc://{peer.address}")

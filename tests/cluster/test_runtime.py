@@ -16,7 +16,7 @@ import pyarrow.flight as flight
 import pytest
 
 from persisting_torch import cluster
-from persisting_torch.cluster import plane
+from persisting_torch.cluster import peer
 from persisting_torch.cluster.addresses import Address, own_address, parse
 from persisting_torch.cluster.secret import credentials
 from persisting_torch.cluster.wire import Message
@@ -65,8 +65,6 @@ say(asyncio.run(join()))
 while (order := hear()) is not None:
     if order[0] == "nodes":
         say(await_nodes(order[1]))
-    elif order[0] == "now":
-        say(nodes())
     elif order[0] == "node":
         node = runtime.current().node
         say(node and [node.name, node.server.address])
@@ -470,8 +468,6 @@ def test_members_end_soon_and_with_their_own_exit_status(owns):
         processes["shutdown"].tell(None)
         for name, (_, statuses) in ENDINGS.items():
             assert processes[name].status(15) in statuses, (name, processes[name].errors())
-        first.tell(["nodes", 1])
-        assert len(first.said()) == 1
         first.tell(None)
         assert first.status(8) == 0
 
@@ -483,7 +479,7 @@ def test_a_peer_that_does_not_read_what_it_asked_for_holds_up_no_end():
         process.said()
         process.tell(["node"])
         _, address = process.said()
-        client = plane._connect(address, credentials(SECRET))
+        client = peer._connect(address, credentials(SECRET))
         options = flight.FlightCallOptions(timeout=60)
         reader = client.do_get(flight.Ticket(Message({}).pack()), options)
         reader.read_chunk()

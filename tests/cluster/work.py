@@ -208,6 +208,15 @@ def owner(nodes: Cluster, path: str, bucket: int) -> Member:
     return next(node for node in nodes.nodes if node.name == name)
 
 
+def await_takeover(path: str, epochs: dict[int, int]) -> float:
+    """Until these buckets have owners of later epochs; how long that takes."""
+
+    def is_over() -> bool:
+        return all(owner_of(path, bucket).epoch > epoch for bucket, epoch in epochs.items())
+
+    return await_so(is_over, TAKEOVER, f"the takeover of {list(epochs)}")
+
+
 class Work:
     """Clients at work: one trains, others put, also late fields and by key, and claim.
 
@@ -267,13 +276,14 @@ def stands_still(nodes: Cluster, path: str, moment: str, bucket: int) -> None:
     """The owner of a bucket halts at this moment, is replaced, and is let go on."""
     nodes.grow(2)
     workers = Work(nodes, path, few=True)
+    client = nodes.client()
     old = owner_of(path, bucket)
     halted = owner(nodes, path, bucket)
     halted.call(halt_at, moment)
     await_so(lambda: is_halted(halted), TAKEOVER, moment)
-    await_so(lambda: owner_of(path, bucket).epoch > old.epoch, TAKEOVER, "the takeover")
+    await_takeover(path, {bucket: old.epoch})
     time.sleep(1)
-    asking = nodes.client().begin(ask_directly, old.address, path, bucket)
+    asking = client.begin(ask_directly, old.address, path, bucket)
     time.sleep(1)
     halted.go_on()
     assert set(asking.result().values()) == {"StaleOwner"}
