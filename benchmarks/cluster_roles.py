@@ -21,6 +21,10 @@ HOLDER = "benchmark/holder"
 
 async def node(address: str, seeds: list[str]) -> None:
     await cluster.init(address, seeds=seeds)
+    from pulsing import get_system
+    from pulsing.streaming import get_storage_manager
+
+    await get_storage_manager(get_system())  # for Pulsing's own queue, which is compared
     await _forever()
 
 

@@ -31,9 +31,9 @@ class Bucket:
     BucketUnavailable then, and whatever the owner raises.
     """
 
-    def __init__(self, finder: Finder, target: Target, limit: float = LONGEST_WAIT_SECONDS) -> None:
+    def __init__(self, finder: Finder, target: Target, limit: float | None = None) -> None:
         self.target = target
-        self.limit = limit
+        self.limit = LONGEST_WAIT_SECONDS if limit is None else limit
         self._finder = finder
 
     def owner(self) -> Found:

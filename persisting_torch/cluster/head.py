@@ -54,18 +54,29 @@ class Head:
         """Keep a turn that takes long."""
         self.bucket.ask("beat", {"token": token}, seconds=1.0, limit=0)
 
-    def commit(self, token: str, statements: list[Statement], before: str) -> int | None:
+    def commit(
+        self,
+        token: str,
+        statements: list[Statement],
+        before: str,
+        at: tuple[str, int] | None = None,
+    ) -> int | None:
         """Write, and end the turn; the change's number, None if it was written but that is unknown.
 
-        `before` is the token of an earlier commit that this process knows to be done. Raises
+        `before` is the token of an earlier commit that this process knows to be done. With `at`
+        there was no turn: it is done only if the log has not moved since. Raises Interrupted or
         BucketUnavailable where nothing was written and never will be, or, saying so, where that
         could not be found out.
         """
         told, blobs = encode(statements)
-        header = {"token": token, "statements": told, "before": before}
+        header = {"token": token, "statements": told, "before": before, "at": at}
         try:
             answer = self.bucket.ask("commit", header, blobs, seconds=SOON_SECONDS, limit=0)
+            if "number" not in answer.header:
+                raise Interrupted(f"others have written the ledger of {self.bucket.target} first.")
             return int(answer.header["number"])
+        except Interrupted:
+            raise
         except (BucketUnavailable, StaleOwner) as error:
             if self._settled(token, error):
                 return None

@@ -9,25 +9,27 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import pyarrow as pa
 
 from persisting_torch.cluster.finder import Member
-from persisting_torch.cluster.plane import Server, waiting
+from persisting_torch.cluster.plane import Peer, Server, waiting
 from persisting_torch.cluster.secret import Credentials
 from persisting_torch.cluster.wire import Message
-from persisting_torch.errors import PersistingError, QueueClosed, StaleOwner
+from persisting_torch.errors import BucketUnavailable, PersistingError, QueueClosed, StaleOwner
 from persisting_torch.queue.ownership import BEAT_SECONDS, Ownership, Watch, read_owner
-from persisting_torch.queue.place import Split, open_place
-from persisting_torch.queue.threads import Background
+from persisting_torch.queue.place import Place, Split, found_at, open_place
+from persisting_torch.queue.threads import Background, at_once
 
 log = logging.getLogger(__name__)
 
 OPENING_SECONDS = 1.0  # for which whoever asks for an owner waits; then it asks again
 AGAIN_SECONDS = 1.0
 END_SECONDS = 5.0
+KNOWS_SECONDS = 0.5
 
 Answer = tuple[Message, "pa.Table | None"]
 
@@ -92,6 +94,7 @@ class Node:
         self.name = name
         self.incarnation = uuid.uuid4().hex
         self.discover: Callable[[], Sequence[Member]] = list
+        self._credentials = credentials
         self._open_service = open_service
         self._kept: dict[Key, Keeping] = {}
         self._lock = threading.Lock()
@@ -114,6 +117,9 @@ class Node:
             nodes = [[node.name, node.address] for node in self.discover()]
             return Message({"nodes": nodes}), None
         key = Key(header["queue"], header["storage_path"], int(header["bucket"]))
+        if header["op"] == "knows":
+            known = found_at(key.queue, key.storage_path) is not None
+            return Message({"known": known}), None
         if header["op"] == "where":
             return self._where(key, header.get("split")), None
         kept = self._kept.get(key)
@@ -155,13 +161,53 @@ class Node:
     def _keeping(self, key: Key, split: list[Any] | None) -> Keeping:
         kept = self._kept.get(key)
         if kept is None:
-            asked = split and Split(split[0], split[1], distributed=True)
-            place = open_place(key.queue, key.storage_path, asked or None).of_bucket(key.bucket)
-            folder = Path(place.bucket)
-            folder.mkdir(exist_ok=True)
+            place, is_part = self._place(key, split)
+            # All buckets are watched once one is asked for: those that die with it are then
+            # replaced as soon as it is.
             with self._lock:
-                kept = self._kept.setdefault(key, Keeping(folder, Watch(folder)))
+                for number in range(int(is_part), place.num_buckets):
+                    folder = Path(place.of_bucket(number).bucket)
+                    self._kept.setdefault(
+                        key._replace(bucket=number), Keeping(folder, Watch(folder))
+                    )
+                kept = self._kept[key]
         return kept
+
+    def _place(self, key: Key, split: list[Any] | None) -> tuple[Place, bool]:
+        """The queue on this node's storage, made if need be; whether that is only a part of it.
+
+        Nodes may have storage of their own. Where the queue was made its first bucket is, and
+        nowhere else; of the others each is on the storage of the node that had it first.
+        """
+        found = found_at(key.queue, key.storage_path)
+        is_part = found.get("part", False) if found else key.bucket > 0
+        if key.bucket == 0 and (is_part or (not found and self._is_elsewhere(key))):
+            raise BucketUnavailable(
+                f"{key} lies on storage that {self.name} does not see. Start the node again that"
+                " has it."
+            )
+        asked = split and Split(split[0], split[1], distributed=True, part=is_part)
+        return open_place(key.queue, key.storage_path, asked or None), is_part
+
+    def _is_elsewhere(self, key: Key) -> bool:
+        """Whether another node that answers has storage on which the queue is."""
+        found: list[str] = []
+        request = Message({"op": "knows", **key._asdict()})
+
+        def ask(node: Member) -> None:
+            peer = Peer(node.address, self._credentials)
+            try:
+                if peer.ask(request, KNOWS_SECONDS).header["known"]:
+                    found.append(node.name)
+            except BucketUnavailable:
+                return  # a dead node cannot tell
+            finally:
+                peer.close()
+
+        others = [node for node in self.discover() if node.address != self.server.address]
+        with waiting():
+            at_once([partial(ask, node) for node in others])
+        return bool(found)
 
     def _take(self, key: Key, kept: Keeping, after: int) -> None:
         """Become the owner of a bucket, and open it."""

@@ -86,7 +86,7 @@ class RemoteAppender:
 
 def _seconds_for(table: pa.Table) -> float:
     """How long one try may take: an owner that is halted is not waited for much longer."""
-    return ANSWER_SECONDS + table.nbytes / SLOWEST_BYTES_PER_SECOND
+    return ANSWER_SECONDS + float(table.nbytes) / SLOWEST_BYTES_PER_SECOND
 
 
 def composed_of(header: dict[str, Any], table: pa.Table) -> Composed:

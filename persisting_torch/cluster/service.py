@@ -127,6 +127,8 @@ class LedgerService:
 
     def _commit(self, request: Message, table: pa.Table | None) -> Answer:
         header = request.header
+        if header.get("at") and not self._came_first(header["token"], *header["at"]):
+            return Message({"late": True}), None
         statements = decode(header["statements"], list(request.attached))
         with self.ledger.lock:
             with self.ledger.transaction(header["token"]) as tx:
@@ -142,6 +144,18 @@ class LedgerService:
                         "DELETE FROM requests WHERE at < ?", (now - REQUESTS_KEPT_SECONDS,)
                     )
             return Message({"number": self.log.last}), None
+
+    def _came_first(self, token: str, log: str, number: int) -> bool:
+        """Whether nobody has written since this change; the token has the turn then."""
+        try:
+            self.turns.take(token, 0.0)
+        except WaitTimeout:
+            first = False
+        else:
+            first = self.log.since(log, number) == []
+        if not first:
+            self.turns.give(token)
+        return first
 
     def _abort(self, request: Message, table: pa.Table | None) -> Answer:
         self.turns.give(request.header["token"])

@@ -91,7 +91,7 @@ class Assignments:
         `End` if the partition is sealed and has no batch k. That is remembered too, so that all
         ranks end together even if another process still had samples of the partition to flush.
         """
-        with self.ledger.transaction() as tx:
+        with self.ledger.transaction(hurry=order.sampler is None) as tx:
             self.books.refresh(tx)
             task = self.books.task_id(tx, order.task, order.partition)
             found = self._decided(tx, task, order, k)

@@ -240,8 +240,9 @@ class Books:
 
     def _read_runs(self, tx: sqlite3.Connection) -> None:
         came, known = BitMap64(), self.rows
-        for _, first, count, row in self._news(tx, "runs", "first_index, count, first_row"):
-            self.runs.add(first, count, row)
+        columns = "first_index, count, first_row, members"
+        for _, first, count, row, members in self._news(tx, "runs", columns):
+            self.runs.add_all(unpack_set(first, count, members), row)
             self.rows = max(self.rows, row + count)
             came.add_range(row, row + count)
         # Rows that no run covers were deleted, and their runs with them.

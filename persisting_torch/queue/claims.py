@@ -72,7 +72,7 @@ class Claims:
         rank, batch = sampling.get("dp_rank"), sampling.get("batch_index")
         place = None if rank is None or batch is None else (int(rank), int(batch))
         with self.ledger.lock:
-            with self.ledger.transaction() as tx:
+            with self.ledger.transaction(hurry=sampler is None) as tx:
                 self.books.refresh(tx)
                 known = self._remembered(tx, task, partition, place)
                 if known is not None:
@@ -158,7 +158,7 @@ class Claims:
 
         Raises KeyError naming indexes that the partition does not hold.
         """
-        with self.ledger.transaction() as tx:
+        with self.ledger.transaction(hurry=True) as tx:
             self.books.refresh(tx)
             unknown = self.books.strays(partition, indexes)
             if unknown:

@@ -11,8 +11,9 @@ import base64
 import json
 import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from lance.fragment import FragmentMetadata
@@ -29,6 +30,8 @@ from persisting_torch.queue.storage import RowStore
 
 if TYPE_CHECKING:
     from persisting_torch.queue.producers import Finishing
+
+FEW_RUNS = 8  # that stand in the ledger one by one
 
 
 @dataclass
@@ -177,9 +180,7 @@ class Committer:
         self, tx: sqlite3.Connection, which: str, first_row: int, note: dict[str, Any]
     ) -> None:
         if which == "data":
-            for first_index, length in note["runs"]:
-                _enter_run(tx, first_index, length, first_row)
-                first_row += length
+            _enter_runs(tx, note["runs"], first_row)
         else:
             for names, length in note["late"]:
                 if names:
@@ -207,9 +208,27 @@ class Committer:
         tx.execute("DELETE FROM pending WHERE store = ?", (which,))
 
 
+def _enter_runs(tx: sqlite3.Connection, runs: Sequence[Sequence[int]], first_row: int) -> None:
+    """Enter runs of samples whose rows follow one another; many that rise as one set."""
+    rising = all(first + count <= after for (first, count), (after, _) in pairwise(runs))
+    if rising and len(runs) > FEW_RUNS:
+        members = BitMap64()
+        for first, count in runs:
+            members.add_range(first, first + count)
+        tx.execute(
+            "INSERT INTO runs (first_index, count, first_row, members) VALUES (?, ?, ?, ?)",
+            (members.min(), len(members), first_row, members.serialize()),
+        )
+        return
+    for first_index, length in runs:
+        _enter_run(tx, first_index, length, first_row)
+        first_row += length
+
+
 def _enter_run(tx: sqlite3.Connection, first_index: int, count: int, first_row: int) -> None:
     before = tx.execute(
-        "SELECT seq, first_index, count, first_row FROM runs WHERE first_row + count = ?",
+        "SELECT seq, first_index, count, first_row FROM runs"
+        " WHERE first_row + count = ? AND members IS NULL",
         (first_row,),
     ).fetchone()
     if before is not None and before[1] + before[2] == first_index:

@@ -224,7 +224,7 @@ class Intake:
         new = [each for each in given if _is_new(self.books.schema, *each)]
         if not new:
             return
-        with self.ledger.transaction() as tx:
+        with self.ledger.transaction(hurry=True) as tx:
             self.books.refresh(tx)
             trial = copy.deepcopy(self.books.schema)
             for name, path, kind in new:

@@ -65,7 +65,8 @@ CREATE TABLE fields (
 CREATE TABLE field_sets (id INTEGER PRIMARY KEY, names TEXT NOT NULL UNIQUE);
 CREATE TABLE runs (
     seq INTEGER PRIMARY KEY AUTOINCREMENT,
-    first_index INTEGER NOT NULL, count INTEGER NOT NULL, first_row INTEGER NOT NULL);
+    first_index INTEGER NOT NULL, count INTEGER NOT NULL, first_row INTEGER NOT NULL,
+    members BLOB);
 CREATE INDEX runs_by_end ON runs (first_row + count);
 CREATE TABLE arrivals (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, partition INTEGER NOT NULL, field_set INTEGER NOT NULL,
@@ -124,6 +125,7 @@ CREATE TRIGGER task_changed AFTER UPDATE ON tasks BEGIN
 
 FROM_1_TO_2 = f"""
 ALTER TABLE producers ADD COLUMN essential INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE runs ADD COLUMN members BLOB;
 {SINCE_FORMAT_2}UPDATE meta SET value = 2 WHERE key = 'format';
 """
 
@@ -131,6 +133,7 @@ ALTER TABLE producers ADD COLUMN essential INTEGER NOT NULL DEFAULT 0;
 AS_FORMAT_2 = (
     SINCE_FORMAT_2.replace("CREATE TABLE", "CREATE TEMP TABLE").replace(" AUTOINCREMENT", "")
     + "CREATE TEMP VIEW producers AS SELECT *, 0 AS essential FROM main.producers;"
+    + "CREATE TEMP VIEW runs AS SELECT *, NULL AS members FROM main.runs;"
 )
 
 
@@ -304,10 +307,13 @@ class Ledger:
             self._sharing = sharing
 
     @contextmanager
-    def transaction(self, turn: str | None = None) -> Iterator[sqlite3.Connection]:
+    def transaction(
+        self, turn: str | None = None, *, hurry: bool = False
+    ) -> Iterator[sqlite3.Connection]:
         """All or nothing, alone among all processes; durable when the block ends.
 
-        Of a shared ledger, `turn` names the turn to write that the caller has.
+        Of a shared ledger, `turn` names the turn to write that the caller has. `hurry`: the block
+        may be run again (see `again`), so a replica need not wait for its turn before it.
 
         Raises WaitTimeout if another process keeps the ledger locked, PersistingError if it cannot
         be written, StaleOwner if it is shared and has another owner by now.
@@ -409,7 +415,7 @@ class Ledger:
     @again
     def reserve(self, count: int) -> int:
         """The first of `count` new global indexes, which no one else will get."""
-        with self.transaction() as tx:
+        with self.transaction(hurry=True) as tx:
             return self.reserve_in(tx, count)
 
     @staticmethod

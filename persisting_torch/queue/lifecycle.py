@@ -32,6 +32,11 @@ class Open(Protocol):
 
     def close(self) -> None: ...
 
+    @property
+    def serves(self) -> bool:
+        """Whether it works for others, and is closed by whoever lets it."""
+        ...
+
 
 _open: dict[int, Open] = {}
 _lock = threading.Lock()
@@ -110,7 +115,7 @@ def _close_all() -> None:
     if _forked_from:
         return
     with _lock:
-        engines = list(_open.values())
+        engines = [engine for engine in _open.values() if not engine.serves]
     try:
         _each(engines, lambda engine: engine.close())
     finally:

@@ -16,6 +16,7 @@ import json
 import os
 import threading
 import time
+import uuid
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -172,15 +173,20 @@ def refuse_living_owner(place: Place) -> None:
     there is one that died.
     """
     watch = Watch(Path(place.bucket))
-    while watch.dead() is None:
+    while (dead := watch.dead()) is None:
         if watch.moves:
             owner = read_owner(watch.bucket)
             raise BucketUnavailable(
                 f"queue {place.queue!r} at {place.root} belongs to a cluster, whose node"
                 f" {owner.node if owner else ''!r} has it now. Join that cluster with"
-                " persisting_torch.init() to use it, or stop its nodes."
+                " persisting_torch.cluster.init() to use it, or stop its nodes."
             )
         time.sleep(LOOK_SECONDS)
+    if dead.incarnation:
+        # It may only have slept; and the next who opens the queue here should not wait again.
+        taken = Ownership.take(watch.bucket, dead.epoch, uuid.uuid4().hex, "", "")
+        if taken is not None:
+            taken.give_up()
 
 
 def _write_draft(folder: Path, owner: Owner, incarnation: str) -> Path:

@@ -8,6 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pyroaring import BitMap64
 
+from persisting_torch.queue.sets import solid_ranges
+
 Int64s = NDArray[np.int64]
 
 FEWEST_RECENT = 64
@@ -36,6 +38,12 @@ class Runs:
             merged = np.concatenate([self._settled.runs(), self._recent_runs()])
             self._settled = _Table(merged)
             self._recent.clear()
+
+    def add_all(self, indexes: BitMap64, first_row: int) -> None:
+        """Enter rising indexes whose rows follow one another."""
+        for first, stop in solid_ranges(indexes):
+            self.add(first, stop - first, first_row)
+            first_row += stop - first
 
     def drop(self, gone: BitMap64, *, indexes: bool = False) -> None:
         """Forget runs all of whose rows are gone, or all of whose indexes are."""

@@ -66,6 +66,8 @@ def set_of(indexes: Iterable[int]) -> BitMap64:
 
 def solid_ranges(members: BitMap64) -> list[tuple[int, int]]:
     """A set as ranges of consecutive numbers, each (first, last + 1), rising."""
+    if members and members.max() - members.min() + 1 == len(members):
+        return [(members.min(), members.max() + 1)]
     values = np.array(members.to_array(), dtype=np.int64)
     return [(int(part[0]), int(part[-1]) + 1) for part in _split_at_gaps(values) if len(part)]
 

@@ -20,6 +20,7 @@ from pyroaring import BitMap64
 from tensordict import is_tensor_collection
 
 from persisting_torch.errors import SchemaError
+from persisting_torch.queue.again import again
 from persisting_torch.queue.books import Books
 from persisting_torch.queue.buffer import INDEX_COLUMN, Arrivals, Composed, Names
 from persisting_torch.queue.commit import Committer
@@ -126,6 +127,7 @@ def part_of(composed: Composed, at: Int64s) -> Composed:
     """Some of the rows that a flush writes, at these positions."""
     if len(at) == len(composed.table):
         return composed
+    at = at[np.argsort(composed.table[INDEX_COLUMN].to_numpy()[at], kind="stable")]
     table = composed.table.take(pa.array(at))
     indexes = table[INDEX_COLUMN].to_numpy()
     members = set_of(indexes)
@@ -225,7 +227,22 @@ class BucketCommitter(Committer):
         append()
         first_row = store.rows - count
         self.strays = True
-        with self.ledger.transaction() as tx:
+        entered = self._enter_all(which, first_row, count, note, came, check)
+        self.strays = False
+        return entered
+
+    @again
+    def _enter_all(
+        self,
+        which: str,
+        first_row: int,
+        count: int,
+        note: dict[str, Any],
+        came: Arrivals,
+        check: Callable[[sqlite3.Connection], None] | None,
+    ) -> int:
+        note = dict(note)
+        with self.ledger.transaction(hurry=True) as tx:
             self.books.refresh(tx)
             self.check(tx)
             if check is not None:
@@ -236,8 +253,7 @@ class BucketCommitter(Committer):
             else:
                 entered = self._place(tx, first_row, count) if self.numbered else first_row
             self._enter(tx, which, entered, note)
-        self.strays = False
-        return entered
+            return entered
 
     def _place(self, tx: sqlite3.Connection, bucket_row: int, count: int) -> int:
         """Number rows of the bucket as the next ones of the queue; the first number."""

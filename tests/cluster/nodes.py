@@ -223,6 +223,8 @@ class Cluster:
         self.passphrase = passphrase
         self.nodes: list[Member] = []
         self.others: list[Member] = []
+        self.seeds: list[str] = []
+        """Addresses that all join by, besides those of the nodes."""
 
     def grow(self, count: int) -> list[Member]:
         """So many further nodes, the first of all being the seed. They know each other."""
@@ -254,7 +256,7 @@ class Cluster:
         return member
 
     def _join(self, member: Member, **options: Any) -> None:
-        seeds = [node.address for node in self.nodes if node.address]
+        seeds = [*self.seeds, *(node.address for node in self.nodes if node.address)]
         member.address = member.call(join, seeds=seeds, passphrase=self.passphrase, **options)
 
     @contextmanager

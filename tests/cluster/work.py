@@ -16,14 +16,17 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from persisting_torch import KVInterface, PersistingDataLoader, PersistingDataset, Queue
-from persisting_torch.errors import PersistingError
+from persisting_torch import BatchMeta, KVInterface, PersistingDataLoader, PersistingDataset, Queue
+from persisting_torch.cluster import bucket
+from persisting_torch.errors import FlushFailed, PersistingError
 from persisting_torch.queue.names import directory_name
 from persisting_torch.queue.ownership import Owner, read_owner
-from tests.cluster.nodes import Cluster, Member, Pending
+from persisting_torch.queue.threads import at_once
+from tests.cluster.nodes import HELD, Cluster, Member, Pending
 
 APART = 1_000_000  # between the uids of one worker and those of the next
 PAUSE = 0.02
@@ -168,6 +171,49 @@ def fill(path: str, first: int, count: int) -> list[int]:
     return uids
 
 
+def fail_after(seconds: float) -> None:
+    """From now on wait only so long for a bucket that nobody owns. For queues opened later."""
+    bucket.LONGEST_WAIT_SECONDS = seconds
+
+
+def read_buckets(path: str) -> dict[int, int | str]:
+    """How many of samples 0 to 255 each bucket answers, or the error."""
+    found: dict[int, int | str] = {}
+    with Queue("q", path) as queue:
+        for number in range(4):
+            at = range(number * 64, number * 64 + 64)
+            try:
+                found[number] = len(queue.sync.get_data(BatchMeta(at, "default", ["uid"])))
+            except PersistingError as error:
+                found[number] = type(error).__name__
+    return found
+
+
+def put_in_vain(path: str, first: int, count: int) -> list[int]:
+    """Samples that cannot all be flushed now, and stay in memory."""
+    queue = HELD["queue"] = Queue("q", path, batch_size=10**6)
+    uids = list(range(first, first + count))
+    queue.sync.put([{"uid": uid} for uid in uids])
+    try:
+        queue.sync.flush()
+    except FlushFailed:
+        return uids
+    raise AssertionError("it was not in vain")
+
+
+def flush_at_last() -> None:
+    """Flush those; their node may need a while yet."""
+    queue = HELD.pop("queue")
+    deadline = time.monotonic() + 2 * TAKEOVER
+    while time.monotonic() < deadline:
+        try:
+            queue.sync.flush()
+            break
+        except FlushFailed:
+            continue
+    queue.close()
+
+
 def stop(path: str) -> None:
     (Path(path) / "stop").touch()
 
@@ -276,19 +322,64 @@ def stands_still(nodes: Cluster, path: str, moment: str, bucket: int) -> None:
     """The owner of a bucket halts at this moment, is replaced, and is let go on."""
     nodes.grow(2)
     workers = Work(nodes, path, few=True)
-    client = nodes.client()
-    old = owner_of(path, bucket)
+    client, old = nodes.client(), owner_of(path, bucket)
+    client.call(ways_to, old.address, path, bucket)
     halted = owner(nodes, path, bucket)
     halted.call(halt_at, moment)
     await_so(lambda: is_halted(halted), TAKEOVER, moment)
     await_takeover(path, {bucket: old.epoch})
     time.sleep(1)
-    asking = client.begin(ask_directly, old.address, path, bucket)
+    asking = client.begin(ask_directly)
     time.sleep(1)
     halted.go_on()
-    assert set(asking.result().values()) == {"StaleOwner"}
+    answers = asking.result()
+    stale = {op: answer for op, answer in answers.items() if answer != "StaleOwner"}
+    assert not stale, f"answers of an owner that was replaced: {stale}"
     time.sleep(1)
     assert max(told.longest for told in workers.end()) < TAKEOVER
+
+
+# Clients that are killed at a bad moment
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_with_the_turn(path: str) -> None:
+    """Killed with the turn to write the ledger."""
+    with Queue("q", path) as queue, queue.engine.ledger.transaction() as tx:
+        tx.execute("DELETE FROM runs")
+        die()
+
+
+def die_alone(path: str) -> None:
+    """Killed while it keeps all others from committing."""
+    with Queue("q", path) as queue, queue.engine.commit_lock:
+        die()
+
+
+def die_amid_a_put(path: str) -> None:
+    """Killed when half of its rows are on their way."""
+    from persisting_torch.cluster import plane
+
+    class Dying(list[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            yield self[0]
+            time.sleep(0.5)
+            die()
+
+    class Half:
+        def __init__(self, table: Any) -> None:
+            self.batches = table.to_batches(max_chunksize=1)
+
+        def to_batches(self) -> Dying:
+            return Dying(self.batches)
+
+    plane.in_chunks = Half  # type: ignore[assignment]
+    with Queue("q", path) as queue:
+        queue.sync.put([{"uid": -1}, {"uid": -2}])
+        queue.sync.flush()
 
 
 # Halting a node at a given moment
@@ -351,27 +442,30 @@ OPS: dict[str, dict[str, Any]] = {
 }
 
 
-def ask_directly(address: str, path: str, bucket: int) -> dict[str, str]:
-    """What a node answers for a bucket, asked all at once; of an error its kind."""
+def ways_to(address: str, path: str, bucket: int) -> None:
+    """Connect to a node, once for each thing that it is to be asked for a bucket."""
     from persisting_torch.cluster.plane import Peer
     from persisting_torch.cluster.wire import Message
 
+    header = {"queue": "q", "storage_path": path, "bucket": bucket}
+    HELD["ways"] = {
+        op: (Peer(address, None), Message({"op": op, **header, **more})) for op, more in OPS.items()
+    }
+    for peer, _ in HELD["ways"].values():
+        peer.ask(Message({"op": "alive", **header}), 10.0)
+
+
+def ask_directly() -> dict[str, str]:
+    """What the node answers, asked for everything at once; of an error its kind."""
     answers: dict[str, str] = {}
 
-    def ask(op: str, more: dict[str, Any]) -> None:
-        header = {"op": op, "queue": "q", "storage_path": path, "bucket": bucket, **more}
-        peer = Peer(address, None)
+    def ask(op: str) -> None:
+        peer, request = HELD["ways"][op]
         try:
-            peer.ask(Message(header), 30.0)
+            peer.ask(request, 30.0)
             answers[op] = "an answer"
         except PersistingError as error:
             answers[op] = type(error).__name__
-        finally:
-            peer.close()
 
-    threads = [threading.Thread(target=ask, args=item) for item in OPS.items()]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once([partial(ask, op) for op in HELD["ways"]])
     return answers
