@@ -92,15 +92,21 @@ def open_engine(
     split otherwise.
     """
     path = str(Path(storage_path).expanduser().absolute())
-    place = _described(finder, queue, path, split)
-    options.pop("durability", None)  # as the owner's
+    fsync = options.pop("durability", "flush") == "fsync"
+    place = _described(finder, queue, path, split, fsync)
     return Engine(place, parts=_parts(finder, place, path), **options)
 
 
-def _described(finder: Finder, queue: str, storage_path: str, split: Split) -> Place:
+def _described(finder: Finder, queue: str, storage_path: str, split: Split, fsync: bool) -> Place:
     """The queue as the owner of its first bucket knows it; made there, if need be."""
     head = Bucket(finder, Target(queue, storage_path, 0, split))
     answer = head.ask("describe", {"split": [split.num_buckets, split.bucket_column]}).header
+    if fsync and not answer["fsync"]:
+        raise PersistingError(
+            f"queue {queue!r} is to survive a loss of power (durability='fsync'), which in a"
+            " cluster its nodes have to see to. Start all of them with"
+            " cluster.init(durability='fsync')."
+        )
     return Place(
         queue=queue,
         root=answer["root"],
@@ -145,7 +151,10 @@ def _split(place: Place) -> Split:
 class BucketStorage:
     """One bucket that this process owns: its rows, and with the first one the queue's ledger."""
 
-    def __init__(self, key: Key, ownership: Ownership, finder: Finder) -> None:
+    def __init__(
+        self, key: Key, ownership: Ownership, finder: Finder, *, fsync: bool = False
+    ) -> None:
+        self._fsync = fsync
         self.place = open_place(key.queue, key.storage_path)
         self._key = key
         self._ownership = ownership
@@ -155,7 +164,7 @@ class BucketStorage:
         self._opening = threading.Lock()
         self._closed = False
         if key.bucket == 0:
-            self._ledger = LedgerService.open(self.place, ownership)
+            self._ledger = LedgerService.open(self.place, ownership, fsync=fsync)
             Background(self._open_soon)  # not now: it asks the ledger, and so this bucket
         else:
             self._opened()
@@ -184,6 +193,7 @@ class BucketStorage:
                 "root": place.root,
                 "num_buckets": place.num_buckets,
                 "bucket_column": place.bucket_column,
+                "fsync": self._fsync,
             }
         )
 
@@ -196,7 +206,12 @@ class BucketStorage:
                 shared = ledgers_of(self._finder, self.place, self._key.storage_path)
                 try:
                     self._rows = RowService(
-                        self.place, self._key.bucket, self._ownership, shared.ledger, shared.books
+                        self.place,
+                        self._key.bucket,
+                        self._ownership,
+                        shared.ledger,
+                        shared.books,
+                        fsync=self._fsync,
                     )
                 except BaseException:
                     shared.ledger.close()

@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from persisting_torch.cluster import runtime as runtimes
 from persisting_torch.cluster.addresses import (
@@ -43,6 +43,7 @@ async def init(
     owns_buckets: bool = True,
     name: str | None = None,
     insecure: bool = False,
+    durability: Literal["flush", "fsync"] = "flush",
     timeout: float = JOIN_SECONDS,
     open_service: OpenService | None = None,
 ) -> None:
@@ -60,6 +61,8 @@ async def init(
     name: the node's name, by default the host's and the port. Give one where the port changes: a
         node that starts again under its name gets its buckets back.
     insecure: allow other addresses without a passphrase. Whoever reaches the port can run code.
+    durability: what is flushed to a bucket of this node survives the death of all processes
+        ("flush"), or a loss of power too ("fsync"). Give all nodes the same.
     timeout: seconds to wait for a seed.
 
     Raises ValueError for an address that is none, or that would be open to everybody;
@@ -67,7 +70,15 @@ async def init(
     WaitTimeout if no seed takes this process in: it is not there, or it has another passphrase.
     """
     join = _Join(
-        addr, list(seeds or ()), passphrase, owns_buckets, name, insecure, timeout, open_service
+        addr,
+        list(seeds or ()),
+        passphrase,
+        owns_buckets,
+        name,
+        insecure,
+        durability,
+        timeout,
+        open_service,
     )
     try:
         await in_thread(join.run)
@@ -82,6 +93,7 @@ def init_from_torchrun(
     *,
     port: int | None = None,
     insecure: bool = False,
+    durability: Literal["flush", "fsync"] = "flush",
     timeout: float = TORCHRUN_SECONDS,
     open_service: OpenService | None = None,
 ) -> None:
@@ -107,7 +119,8 @@ def init_from_torchrun(
     seed = str(parse(f"{master}:{number}", "MASTER_ADDR"))
     name = f"{socket.gethostname()}:{local}"
     own = seed if rank == 0 else f"{towards(master)}:0"
-    _Join(own, [seed], passphrase, local == 0, name, insecure, timeout, open_service).run()
+    owns, seeds = local == 0, [seed]
+    _Join(own, seeds, passphrase, owns, name, insecure, durability, timeout, open_service).run()
     listen_to_sigterm()
 
 
@@ -131,6 +144,7 @@ class _Join:
     owns_buckets: bool
     name: str | None
     insecure: bool
+    durability: str
     timeout: float
     open_service: OpenService | None
     cancelled: bool = False
@@ -139,6 +153,8 @@ class _Join:
         import pulsing
 
         refuse_after_fork()
+        if self.durability not in ("flush", "fsync"):
+            raise ValueError(f"durability must be 'flush' or 'fsync', got {self.durability!r}.")
         secret = self.passphrase or os.environ.get(PASSPHRASE)
         own = own_address(self.addr or "127.0.0.1:0", secret, self.insecure)
         seeds = [parse(seed, "seeds") for seed in self.seeds]
@@ -156,7 +172,9 @@ class _Join:
                 if listening is not None:
                     self._await_others(runtime, listening, deadline)
                 if self.owns_buckets:
-                    runtime.start_node(self.name, self.open_service)
+                    runtime.start_node(
+                        self.name, self.open_service, fsync=self.durability == "fsync"
+                    )
                 self._check_wanted()
             except BaseException:
                 runtime.end()

@@ -138,9 +138,11 @@ class Replica(Ledger):
                     return
                 self.lost = StaleOwner(
                     f"the copy of the ledger of queue {self.place.queue!r} cannot follow its owner"
-                    f" any more: {error!r}. Open it anew."
+                    f" any more: {error}. Open it anew."
                 )
-                raise
+                if not isinstance(error, PersistingError):
+                    raise
+                return  # whoever uses it is told
 
     def _abort(self) -> None:
         """End turns that wrote nothing, which nobody has to wait for."""

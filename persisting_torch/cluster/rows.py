@@ -40,11 +40,18 @@ class RowService:
     """The rows of one bucket, for those who put and read. Any number of threads may call it."""
 
     def __init__(
-        self, place: Place, bucket: int, ownership: Ownership, ledger: Ledger, books: Books
+        self,
+        place: Place,
+        bucket: int,
+        ownership: Ownership,
+        ledger: Ledger,
+        books: Books,
+        *,
+        fsync: bool = False,
     ) -> None:
         """Takes the bucket's datasets and its part of the ledger from whoever had them before."""
         own = place.of_bucket(bucket)
-        rows, late = RowStore(own.data), RowStore(own.late)
+        rows, late = RowStore(own.data, fsync=fsync), RowStore(own.late, fsync=fsync)
         epoch = ownership.owner.epoch
         for store in (rows, late):
             store.guard = ownership.check

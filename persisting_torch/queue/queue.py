@@ -54,7 +54,8 @@ class Queue(Partitions):
         where samples have that, by their key, else evenly.
     zerocopy_mode: "auto" gives tensors over Arrow's memory; "force" also refuses, at put, whatever
         needs pickle or an extra copy; "off" copies everything (for finding faults).
-    durability: "flush" survives the death of the process, "fsync" a loss of power too.
+    durability: "flush" survives the death of the process, "fsync" a loss of power too; of a
+        distributed queue only what `cluster.init` told its nodes.
     allow_pickle: False refuses arbitrary objects, at put and at read.
     capacity: puts through this handle wait while tasks are so many samples behind, or more: while
         the slowest task of each partition has not taken so many, in all. In a partition that no

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,69 @@ def see_own(path: str, own: str) -> None:
     _succeed(libc.unshare(NEW_MOUNTS))
     _succeed(libc.mount(b"none", b"/", None, PRIVATE, None))
     _succeed(libc.mount(own.encode(), path.encode(), None, BIND, None))
+
+
+def run(*command: str, inside: Member | None = None) -> None:
+    """A command in the namespaces of a process."""
+    enter = [] if inside is None else ["nsenter", "-t", str(inside.pid), "-n", "-m"]
+    subprocess.run([*enter, *command], check=True, capture_output=True)
+
+
+def leave_network() -> None:
+    """This process has a network of its own, with nothing in it, and mounts of its own."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    _succeed(libc.unshare(NEW_MOUNTS | NEW_NETWORK))
+    _succeed(libc.mount(b"none", b"/", None, PRIVATE, None))
+
+
+class Network(Cluster):
+    """A cluster each of whose processes is a machine of its own in one network.
+
+    Its switch is in the network of a process that does nothing else. They share storage.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(passphrase="the sea is wide")
+        if os.geteuid() or not shutil.which("ip") or not shutil.which("nsenter"):
+            pytest.skip("needs root, ip and nsenter")
+        self.switch = Member()
+        self.others.append(self.switch)
+        self._count = 0
+        try:
+            self.switch.call(leave_network)
+            run("ip", "link", "add", "switch", "type", "bridge", inside=self.switch)
+            run("ip", "link", "set", "switch", "up", inside=self.switch)
+        except (OSError, subprocess.CalledProcessError) as error:
+            self.__exit__(None, None, None)
+            pytest.skip(f"needs the right to make networks: {error}")
+
+    def _join(self, member: Member, **options: Any) -> None:
+        self._count += 1
+        ip, port = f"10.77.0.{self._count}", f"port{self._count}"
+        member.call(leave_network)
+        run("ip", "link", "add", port, "type", "veth", "peer", "name", "eth", inside=self.switch)
+        run("ip", "link", "set", "eth", "netns", str(member.pid), inside=self.switch)
+        run("ip", "link", "set", port, "master", "switch", inside=self.switch)
+        run("ip", "link", "set", port, "up", inside=self.switch)
+        run("ip", "address", "add", f"{ip}/24", "dev", "eth", inside=member)
+        run("ip", "link", "set", "eth", "up", inside=member)
+        run("ip", "link", "set", "lo", "up", inside=member)
+        member.port = port
+        options["addr"] = f"{ip}:7000"
+        super()._join(member, **options)
+
+    def cut(self, member: Member) -> None:
+        run("ip", "link", "set", member.port, "down", inside=self.switch)
+
+    def mend(self, member: Member) -> None:
+        run("ip", "link", "set", member.port, "up", inside=self.switch)
+
+    def hide(self, member: Member, path: str) -> None:
+        """Let it find nothing in the folder, as if the machine that has it were out of reach."""
+        run("mount", "-t", "tmpfs", "none", path, inside=member)
+
+    def show(self, member: Member, path: str) -> None:
+        run("umount", path, inside=member)
 
 
 class OwnStorage(Cluster):

@@ -141,6 +141,8 @@ class Member:
     name = ""
     address = ""
     """Where its Pulsing listens: what others take as a seed."""
+    port = ""
+    """Its port of the switch, where it has a network of its own."""
 
     def __init__(self) -> None:
         process, base = _nursery()

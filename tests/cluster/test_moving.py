@@ -11,7 +11,7 @@ import pytest
 
 from persisting_torch import BatchMeta, BucketUnavailable, KVInterface, ProducerFailed, Queue
 from persisting_torch.queue.report import verify
-from tests.cluster.nodes import HELD, Cluster, Member
+from tests.cluster.nodes import HELD, Cluster, Member, buckets_owned
 
 
 @pytest.fixture(scope="module")
@@ -188,3 +188,62 @@ def work_once(path: str) -> None:
 def claim_all(path: str) -> list[int]:
     with Queue("q", path) as queue:
         return queue.sync.get_meta(["x"], 100, "t").global_indexes
+
+
+def die_at(owner: str, name: str) -> None:
+    """End this process when it next comes to that method, which its owners of rows call."""
+    import os
+    import signal
+
+    from persisting_torch.queue import commit, shards, storage
+
+    def die(*arguments: Any, **options: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    classes = {
+        one.__name__: one for one in (commit.Committer, shards.BucketCommitter, storage.RowStore)
+    }
+    setattr(classes[owner], name, die)
+
+
+def put_ten(path: str, first: int) -> None:
+    with Queue("q", path) as queue:
+        queue.sync.put([{"id": x, "x": x} for x in range(first, first + 10)])
+
+
+def books(path: str) -> tuple[list[int], list[str], int]:
+    with Queue("q", path) as queue:
+        return sorted(r["x"] for r in queue.sync.get(1000)), verify(queue.engine), len(queue)
+
+
+def rows_of_all_files(path: str) -> int:
+    import lance
+
+    with Queue("q", path) as queue:
+        queue.engine.tending.tend()
+        if queue.num_buckets == 1:
+            return int(queue.to_lance().count_rows())
+    return sum(lance.dataset(file).count_rows() for file in Path(path).glob("q/*/data.lance"))
+
+
+@pytest.mark.parametrize("point", [("RowStore", "append"), ("Committer", "_enter")])
+@pytest.mark.parametrize("buckets", [1, 3])
+def test_a_put_whose_owner_was_killed_in_it_is_there_once(nodes, tmp_path, buckets, point):
+    path = str(tmp_path)
+    nodes.grow(2)
+    client = nodes.client()
+    client.call(hold, path, num_buckets=buckets)
+    client.call(put_ten, path, 0)
+    owner = next(node for node in nodes.nodes if node.call(buckets_owned))
+    owner.call(die_at, *point)
+    client.call(put_ten, path, 10)
+    assert not owner.is_alive()
+    assert client.call(books, path) == (list(range(20)), [], 20)
+    client.call(put_ten, path, 20)
+    assert client.call(books, path) == (list(range(30)), [], 30)
+    client.call(let_go)
+    for member in [client, *nodes.nodes]:
+        member.kill()
+    with nodes.alone() as alone:
+        assert alone.call(books, path) == (list(range(30)), [], 30)
+        assert alone.call(rows_of_all_files, path) == 30

@@ -23,7 +23,7 @@ from persisting_torch import (
 )
 from persisting_torch.queue.report import verify
 from tests.cluster.nodes import Cluster, Member, buckets_owned
-from tests.cluster.stories import STORIES, bounds, late_fields, tell
+from tests.cluster.stories import STORIES, bounds, late_fields, refused, tell
 
 
 @pytest.fixture(scope="module")
@@ -341,3 +341,58 @@ def test_owners_delete_what_is_consumed_without_being_told(client, tmp_path: Pat
     left, deleted = client.call(consume, str(tmp_path))
     assert left == 40
     assert deleted in (0, 60) or deleted > 0
+
+
+def put_keys(path: str, field: str) -> None:
+    with Queue("q", path) as queue:
+        kv = KVInterface(queue).sync
+        for number in range(20):
+            kv.kv_put(f"k{number}", {field: number}, "p", {field: number})
+
+
+def keys_there(path: str) -> tuple[int, list[Any], list[Any]]:
+    with Queue("q", path) as queue:
+        kv = KVInterface(queue).sync
+        records = [(record["a"], record["b"]) for record in queue.sync.get(100)]
+        return len(queue), kv.kv_list("p"), records
+
+
+def test_members_that_put_the_same_new_keys_at_once_make_each_sample_once(client, second, tmp_path):
+    pending = [one.begin(put_keys, str(tmp_path), f) for one, f in ((client, "a"), (second, "b"))]
+    for one in pending:
+        one.result()
+    count, keys, records = client.call(keys_there, str(tmp_path))
+    assert count == len(keys) == 20
+    assert {key for key, _ in keys} == {f"k{number}" for number in range(20)}
+    assert sorted(records) == [(number, number) for number in range(20)]
+
+
+def put_first(path: str, value: Any, at: float) -> list[str]:
+    """Put the first value of a field in ten queues, at about the same times as others do."""
+    said = []
+    for number in range(10):
+        with Queue(f"q{number}", path) as queue:
+            time.sleep(max(0.0, at + number * 0.3 - time.time()))
+            said.append(refused(lambda queue=queue: queue.sync.put({"v": value})))
+    return said
+
+
+def test_of_two_kinds_of_value_that_come_at_once_one_is_refused(client, second, tmp_path: Path):
+    at = time.time() + 0.5
+    pending = [
+        one.begin(put_first, str(tmp_path), v, at) for one, v in ((client, 1), (second, "a"))
+    ]
+    for outcomes in zip(*(one.result() for one in pending), strict=True):
+        assert sorted(outcomes) == ["SchemaError", "nothing"]
+
+
+def large(queue: Queue) -> Any:
+    data = torch.arange(16 * 1_000_000, dtype=torch.float32).reshape(16, -1)
+    meta = queue.sync.put(TensorDict({"id": torch.arange(16), "big": data}, [16]))
+    late = queue.sync.put(TensorDict({"late": data * 2}, [16]), metadata=meta)
+    found = queue.sync.get_data(late)
+    return [torch.equal(found["big"], data), torch.equal(found["late"], data * 2)]
+
+
+def test_large_tensors_come_as_they_went(client, alone, tmp_path: Path):
+    assert both_tell(client, alone, tmp_path, large) == [True, True]

@@ -361,7 +361,7 @@ def die_alone(path: str) -> None:
 
 def die_amid_a_put(path: str) -> None:
     """Killed when half of its rows are on their way."""
-    from persisting_torch.cluster import plane
+    from persisting_torch.cluster import peer
 
     class Dying(list[Any]):
         def __iter__(self) -> Iterator[Any]:
@@ -376,10 +376,33 @@ def die_amid_a_put(path: str) -> None:
         def to_batches(self) -> Dying:
             return Dying(self.batches)
 
-    plane.in_chunks = Half  # type: ignore[assignment]
+    peer.in_chunks = Half  # type: ignore[assignment]
     with Queue("q", path) as queue:
         queue.sync.put([{"uid": -1}, {"uid": -2}])
         queue.sync.flush()
+
+
+def die_as_producer(path: str) -> None:
+    """Killed while it has samples that it was to put a field into."""
+    with Queue("q", path) as queue, queue.producer("rollout", essential=True):
+        assert len(queue.sync.get_meta(["uid"], 8, "score"))
+        die()
+
+
+def claim_all(path: str, count: int) -> list[int]:
+    """Claim so many samples for task "score"; how long that takes is for the test to say."""
+    uids: list[int] = []
+    with Queue("q", path) as queue:
+        while len(uids) < count:
+            uids += queue.sync.get_batch(["uid"], count, "score")["uid"].tolist()
+            time.sleep(PAUSE)
+    return uids
+
+
+def books(path: str) -> dict[str, int]:
+    """What the queue itself says of task "train"."""
+    with Queue("q", path) as queue:
+        return queue.engine.books_of("train", "default")
 
 
 # Halting a node at a given moment
@@ -469,3 +492,18 @@ def ask_directly() -> dict[str, str]:
 
     at_once([partial(ask, op) for op in HELD["ways"]])
     return answers
+
+
+def ask_here(path: str, number: int) -> str:
+    """What this node itself answers for a bucket, or the kind of the error."""
+    from persisting_torch.cluster.runtime import current
+    from persisting_torch.cluster.wire import Message
+
+    node = current().node
+    assert node is not None
+    header = {"op": "alive", "queue": "q", "storage_path": path, "bucket": number}
+    try:
+        node.answer(Message(header), None)
+    except PersistingError as error:
+        return type(error).__name__
+    return "an answer"

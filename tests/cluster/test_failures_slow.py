@@ -1,0 +1,223 @@
+"""More of what test_failures tries: every bad moment, chance, training, networks in parts."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster import work
+from tests.cluster.apart import Network
+from tests.cluster.nodes import Cluster, Pending
+from tests.cluster.work import TAKEOVER, Work, each_once, owner, stands_still
+from tests.exactly_once.model import Lineage, fill
+from tests.exactly_once.stories import Story, every, uninterrupted_like
+from tests.exactly_once.training import fit
+
+pytestmark = pytest.mark.slow
+
+SAMPLES = 240
+
+
+@pytest.fixture
+def nodes() -> Iterator[Cluster]:
+    with Cluster() as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("moment", "bucket"),
+    [
+        ("before rows are committed", 0),
+        ("after rows were committed", 1),
+        ("before rows are entered", 1),
+        ("before a put is answered", 1),
+        ("before a turn is given", 0),
+        ("before a commit is answered", 0),
+    ],
+)
+def test_whenever_an_owner_stands_still_what_it_had_under_way_is_refused(
+    nodes: Cluster, path: str, moment: str, bucket: int
+) -> None:
+    stands_still(nodes, path, moment, bucket)
+
+
+def test_an_owner_that_stands_still_amid_a_commit_is_waited_for(nodes: Cluster, path: str) -> None:
+    """It has the ledger locked, so that nobody can take its place; it loses nothing either."""
+    nodes.grow(2)
+    workers = Work(nodes, path, few=True)
+    halted = owner(nodes, path, 0)
+    halted.call(work.halt_at, "in a commit")
+    work.await_so(lambda: work.is_halted(halted), TAKEOVER, "the halt")
+    time.sleep(9)
+    halted.go_on()
+    assert max(told.longest for told in workers.end()) < 9 + TAKEOVER
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_nodes_are_killed_and_halted_as_chance_has_it(nodes: Cluster, path: str, seed: int) -> None:
+    chance = random.Random(seed)
+    nodes.grow(3)
+    workers = Work(nodes, path)
+    for _ in range(6):
+        node = chance.choice(nodes.nodes)
+        if chance.random() < 0.5:
+            node.kill()
+            time.sleep(chance.uniform(0, 8))
+            nodes.start(node)
+        else:
+            node.stop()
+            time.sleep(chance.uniform(1, 9))
+            node.go_on()
+        time.sleep(chance.uniform(0, 4))
+    workers.end()
+
+
+def test_what_a_killed_producer_had_claimed_comes_back(nodes: Cluster, path: str) -> None:
+    nodes.grow(2)
+    dying, other = nodes.client(), nodes.client()
+    first = other.call(work.fill, path, 0, 20)
+    with pytest.raises(AssertionError, match="the process died"):
+        dying.call(work.die_as_producer, path)
+    began = time.monotonic()
+    each_once(other.call(work.claim_all, path, 20), first)
+    assert time.monotonic() - began < 25
+
+
+# Training
+
+
+def train(nodes: Cluster, story: Story, **order: Any) -> Pending:
+    """A training run of a client."""
+    options = {**story.common, **order}
+    if options.get("resume"):
+        options["resume"] = str(story.folder / options["resume"])
+    return nodes.client().begin(fit, str(story.folder), **options)
+
+
+def begun(nodes: Cluster, path: str, **common: Any) -> Story:
+    """A story whose samples lie in the buckets of the cluster."""
+    nodes.client().call(fill, Path(path), SAMPLES)
+    return Story(Path(path), filled=False, samples=SAMPLES, **common)
+
+
+def assert_each_sample_once(nodes: Cluster, story: Story) -> None:
+    lineage = Lineage.in_file(story.folder / "end.ckpt")
+    assert lineage.trained == [1] * SAMPLES
+    assert lineage.order == uninterrupted_like(story).order
+    put = {"put": SAMPLES, "once": SAMPLES, "twice": 0, "never": 0, "dropped": 0}
+    assert nodes.client().call(work.books, str(story.folder)) == put
+
+
+def test_a_trainer_notices_no_death_of_nodes(nodes: Cluster, path: str) -> None:
+    nodes.grow(3)
+    story = begun(nodes, path, model={"pace": 0.2})
+    running = train(nodes, story)
+    for bucket in (0, 2):
+        time.sleep(2)
+        killed = owner(nodes, path, bucket)
+        killed.kill()
+        assert not running.is_there(6)
+        nodes.start(killed)
+    running.result()
+    assert_each_sample_once(nodes, story)
+
+
+def test_a_trainer_that_is_killed_with_a_node_goes_on_from_its_checkpoint(
+    nodes: Cluster, path: str
+) -> None:
+    nodes.grow(3)
+    story = begun(nodes, path, keep=[every(10)])
+    with pytest.raises(AssertionError, match="the process died"):
+        train(nodes, story, event=("sigkill", 25)).result()
+    owner(nodes, path, 0).kill()
+    train(nodes, story, resume=story.newest()).result()
+    assert_each_sample_once(nodes, story)
+
+
+def torchrun(nodes: Cluster, ranks: int, order: dict[str, Any]) -> subprocess.Popen[str]:
+    file = Path(order["folder"]) / "order.json"
+    seeds = [node.address for node in nodes.nodes]
+    file.write_text(json.dumps({"seeds": seeds, "order": order}))
+    script = Path(__file__).with_name("ranks_process.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return subprocess.Popen(
+        [*command, "--nproc-per-node", str(ranks), str(script), str(file)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def test_ranks_go_on_while_nodes_die_and_others_go_on_where_they_stopped(
+    nodes: Cluster, path: str
+) -> None:
+    nodes.grow(3)
+    story = begun(nodes, path)
+    trainer = {"strategy": "ddp", "devices": 2}
+    order = {"folder": path, "samples": SAMPLES, "trainer": trainer, "model": {"pace": 0.3}}
+    both = torchrun(nodes, 2, {**order, "event": ["save and stop", 15], "end": "first.ckpt"})
+    try:
+        began = time.monotonic()
+        while "batch 3\n" not in (line := both.stdout.readline() if both.stdout else ""):
+            assert line, "the ranks have ended"
+            assert time.monotonic() - began < 100
+        owner(nodes, path, 0).kill()
+        out, _ = both.communicate(timeout=100)
+        assert both.returncode == 0, out
+    finally:
+        both.kill()
+    train(nodes, story, resume="stopped.ckpt").result()
+    lineage = Lineage.in_file(story.folder / "end.ckpt")
+    assert lineage.trained == [1] * SAMPLES
+    put = {"put": SAMPLES, "once": SAMPLES, "twice": 0, "never": 0, "dropped": 0}
+    assert nodes.client().call(work.books, path) == put
+
+
+# A network in parts
+
+
+def test_an_owner_apart_from_network_and_storage_writes_nothing_and_comes_back(path: str) -> None:
+    with Network() as nodes:
+        nodes.grow(2)
+        workers = Work(nodes, path, few=True)
+        time.sleep(1)
+        old = work.owner_of(path, 0)
+        apart = owner(nodes, path, 0)
+        nodes.cut(apart)
+        nodes.hide(apart, path)
+        work.await_takeover(path, {0: old.epoch})
+        time.sleep(3)
+        nodes.show(apart, path)
+        nodes.mend(apart)
+        assert apart.call(work.ask_here, path, 0) == "StaleOwner"
+        time.sleep(2)
+        assert max(told.longest for told in workers.end()) < TAKEOVER
+
+
+def test_an_owner_apart_from_the_network_alone_stays_the_owner_and_is_waited_for(path: str) -> None:
+    with Network() as nodes:
+        nodes.grow(2)
+        workers = Work(nodes, path, few=True)
+        time.sleep(1)
+        owners = [work.owner_of(path, bucket).epoch for bucket in range(4)]
+        apart = owner(nodes, path, 0)
+        nodes.cut(apart)
+        time.sleep(9)
+        assert [work.owner_of(path, bucket).epoch for bucket in range(4)] == owners
+        nodes.mend(apart)
+        assert 8 < max(told.longest for told in workers.end()) < 9 + TAKEOVER
