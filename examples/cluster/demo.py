@@ -35,6 +35,7 @@ NODES, ROLLOUTS, RANKS = 3, 2, 2
 
 KILL_AT = SAMPLES // (RANKS * BATCH) // 3  # step
 LONGEST_SILENCE_SECONDS = 90.0
+END_SECONDS = 10.0
 
 # SIGTERM for a child whose parent dies, however that dies (Linux).
 LIBC, PR_SET_PDEATHSIG = ctypes.CDLL(None), 1
@@ -76,17 +77,15 @@ class Crew:
                 sys.exit(f"nobody has said anything for {LONGEST_SILENCE_SECONDS:g} s")
 
     def stop(self) -> None:
-        """Ask all that still run to end, and see to it that they do."""
-        for process in self.members.values():
+        """Ask all that still run to end, nodes last; those that do not are killed."""
+        for process in reversed(self.members.values()):
             if process.poll() is None:
                 process.terminate()
-        for name, process in self.members.items():
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-                sys.exit(f"{name} did not end when it was asked to")
+                try:
+                    process.wait(END_SECONDS)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
 
 
 def end_with_parent() -> None:

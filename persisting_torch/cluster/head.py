@@ -36,12 +36,18 @@ class Head:
         header = {"log": log, "number": number, "wait": wait}
         return _news(self.bucket.ask("follow", header, seconds=FOLLOW_SECONDS + wait))
 
-    def begin(self, token: str, log: str, number: int) -> News:
-        """Take the turn to write, and hear what has changed since. Raises WaitTimeout."""
+    def begin(self, token: str, log: str, number: int) -> News | None:
+        """Take the turn to write, and hear what has changed since. Raises WaitTimeout.
+
+        None if the turn is over already: the answer that gave it was lost on its way, and whoever
+        was given it was silent for too long.
+        """
         header = {"token": token, "log": log, "number": number}
         deadline = time.monotonic() + TURN_SECONDS
         while time.monotonic() < deadline:
             answer = self.bucket.ask("begin", header, seconds=SOON_SECONDS)
+            if "over" in answer.header:
+                return None
             if "wait" not in answer.header:
                 return _news(answer)
         raise WaitTimeout(
@@ -103,10 +109,12 @@ class Head:
 
     # A lock that all processes of the cluster share
 
-    def hold(self, token: str, limit: float) -> bool:
-        """Whether the lock could be had within `limit` seconds."""
+    def hold(self, token: str, limit: float) -> bool | None:
+        """Whether the lock could be had within `limit` seconds; None as `begin` answers it."""
         deadline = time.monotonic() + limit
-        while "wait" in self.bucket.ask("hold", {"token": token}, seconds=SOON_SECONDS).header:
+        while told := self.bucket.ask("hold", {"token": token}, seconds=SOON_SECONDS).header:
+            if "over" in told:
+                return None
             if time.monotonic() >= deadline:
                 self.release(token)
                 return False

@@ -206,8 +206,11 @@ class SharedLock:
         held = self._depth > 0
         try:
             if not held:
-                token = uuid.uuid4().hex
-                held = self._head.hold(token, deadline - time.monotonic())
+                token, had = "", None
+                while had is None:
+                    token = uuid.uuid4().hex
+                    had = self._head.hold(token, deadline - time.monotonic())
+                held = had
                 if held:
                     self._token = token
                     Background(lambda: self._keep(token))

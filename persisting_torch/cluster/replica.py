@@ -22,7 +22,7 @@ from queue import SimpleQueue
 
 from persisting_torch.cluster.head import Head, News
 from persisting_torch.cluster.snapshots import restore
-from persisting_torch.errors import BucketUnavailable, StaleOwner
+from persisting_torch.errors import BucketUnavailable, PersistingError, StaleOwner
 from persisting_torch.queue.again import Interrupted
 from persisting_torch.queue.ledger import Ledger
 from persisting_torch.queue.place import Place
@@ -227,7 +227,8 @@ class Replica(Ledger):
                 if hurry:
                     own.over = True  # there is none to give back
                 else:
-                    news = self._head.begin(own.token, *position)
+                    while (news := self._head.begin(own.token, *position)) is None:
+                        own.token = uuid.uuid4().hex
                     own.had = True
                     self._enter(news, None)
                     self.check_open()

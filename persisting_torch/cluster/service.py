@@ -12,7 +12,7 @@ from persisting_torch.cluster.plane import waiting
 from persisting_torch.cluster.snapshots import content_of
 from persisting_torch.cluster.statements import decode, encode_changes
 from persisting_torch.cluster.wire import Message
-from persisting_torch.errors import PersistingError, WaitTimeout
+from persisting_torch.errors import PersistingError, StaleOwner, WaitTimeout
 from persisting_torch.queue.lease import take_over
 from persisting_torch.queue.ledger import Ledger, Sharing
 from persisting_torch.queue.ownership import Ownership
@@ -119,6 +119,8 @@ class LedgerService:
                 self.turns.take(request.header["token"], LONGEST_WAIT_SECONDS)
         except WaitTimeout:
             return Message({"wait": True}), None
+        except StaleOwner:
+            return Message({"over": True}), None
         return self._changes(request.header), None
 
     def _beat(self, request: Message, table: pa.Table | None) -> Answer:
@@ -177,6 +179,8 @@ class LedgerService:
                 self.alone.take(request.header["token"], LONGEST_WAIT_SECONDS)
         except WaitTimeout:
             return Message({"wait": True}), None
+        except StaleOwner:
+            return Message({"over": True}), None
         return Message({}), None
 
     def _hold_on(self, request: Message, table: pa.Table | None) -> Answer:

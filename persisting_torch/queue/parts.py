@@ -15,7 +15,7 @@ from persisting_torch.queue.ledger import Ledger
 from persisting_torch.queue.locks import FileLock, Lock
 from persisting_torch.queue.place import Place
 from persisting_torch.queue.runs import Int64s
-from persisting_torch.queue.shard import Shard
+from persisting_torch.queue.shard import Shard, remove_strays
 from persisting_torch.queue.shards import BucketCommitter, ManyCommitter, Router
 from persisting_torch.queue.storage import RowStore
 from persisting_torch.queue.stores import ManyStores, Store
@@ -75,13 +75,26 @@ class Plain:
     late: LateFields[RowStore]
     committer: Committer
     commit_lock: Lock = field(init=False)
+    strays: bool = True  # whether there may be rows that the ledger does not know
 
     def __post_init__(self) -> None:
         self.commit_lock = self.committer.lock
 
     def remove_rows(self) -> bool:
         """Delete the rows of samples that were cleared since the last time."""
+        if self.strays:
+            self._remove_strays()
         return remove_rows(self)
+
+    def _remove_strays(self) -> None:
+        """Delete what puts left behind that failed while the queue belonged to a cluster."""
+        with self.ledger.reading() as tx:
+            shared = tx.execute("SELECT 1 FROM meta WHERE key = 'epoch:0'").fetchone()
+        if shared is not None:
+            with self.commit_lock:
+                self.committer.recover()
+                remove_strays(self.rows, self.books)
+        self.strays = False
 
 
 def local_parts(place: Place, *, fsync: bool) -> Parts:

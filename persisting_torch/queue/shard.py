@@ -19,6 +19,7 @@ from persisting_torch.queue.sets import unpack_set
 if TYPE_CHECKING:
     from persisting_torch.queue.fields import Schema
     from persisting_torch.queue.shards import BucketCommitter
+    from persisting_torch.queue.storage import RowStore
 
 
 class ShardRuns:
@@ -142,20 +143,27 @@ class Shard:
             )
 
     def _remove_strays(self) -> None:
-        """Delete rows that no place names: whoever put them died, or failed, before it said so."""
-        if not self.rows.exists():
-            return
         with self.commit_lock:
-            with self.ledger.lock:
-                self.all.follow()
-                table = self.rows.table()
-                rows = [table.positions[number].in_order() for number in table.ids]
-                stored = np.concatenate([np.empty(0, dtype=np.int64), *rows])
-                numbers = self.all.places.rows(stored + pack(self.bucket, 0))
-                known = numbers >= 0
-                known[known] = self.all.runs.indexes_of(numbers[known]) >= 0
-            self.rows.delete(stored[~known])
+            remove_strays(self.rows, self.all, self.bucket)
             self.committer.strays = False
+
+
+def remove_strays(store: RowStore, books: Books, bucket: int = 0) -> None:
+    """Delete a bucket's rows that the ledger does not know, with the lock of its commits held.
+
+    Whoever put them died, or failed, before it said where they are.
+    """
+    if not store.exists():
+        return
+    with books.ledger.lock:
+        books.follow()
+        table = store.table()
+        rows = [table.positions[number].in_order() for number in table.ids]
+        stored = np.concatenate([np.empty(0, dtype=np.int64), *rows])
+        numbers = books.places.rows(stored + pack(bucket, 0))
+        known = numbers >= 0
+        known[known] = books.runs.indexes_of(numbers[known]) >= 0
+    store.delete(stored[~known])
 
 
 def _forget_places(tx: sqlite3.Connection, gone: BitMap64) -> None:

@@ -220,4 +220,4 @@ def test_an_owner_apart_from_the_network_alone_stays_the_owner_and_is_waited_for
         time.sleep(9)
         assert [work.owner_of(path, bucket).epoch for bucket in range(4)] == owners
         nodes.mend(apart)
-        assert 8 < max(told.longest for told in workers.end()) < 9 + TAKEOVER
+        assert 8 < max(told.longest for told in workers.end()) < 9 + 2 * TAKEOVER

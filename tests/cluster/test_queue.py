@@ -16,11 +16,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from persisting_torch import (
-    PersistingError,
-    Queue,
-    SchemaError,
-)
+from persisting_torch import KVInterface, PersistingError, Queue, SchemaError
 from persisting_torch.queue.report import verify
 from tests.cluster.nodes import Cluster, Member, buckets_owned
 from tests.cluster.stories import STORIES, bounds, late_fields, refused, tell

@@ -266,6 +266,7 @@ def test_cleared_samples_leave_the_files_and_the_ledger_forgets_where_they_were(
 
 def test_what_all_tasks_consumed_is_deleted_from_every_bucket(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(retention, "GRACE_SECONDS", 0.0)
+    monkeypatch.setattr(retention.Keeper, "due", lambda self: False)
     with opened(tmp_path, batch_size=10, retention="consumed") as queue:
         queue.sync.put([{"id": x, "x": x} for x in range(100)])
         queue.sync.get_meta(["x"], 60)
@@ -302,6 +303,21 @@ def test_the_figures_are_of_all_buckets(tmp_path: Path):
         assert found["storage"]["fragments"] == 3
         assert found["storage"]["bytes"] > 60 * 4000
         json.dumps(found)
+
+
+def test_the_readers_of_all_ranks_share_the_records_by_bucket(tmp_path: Path):
+    async def read(queue: Queue, world: int) -> list[list[int]]:
+        readers = [queue.reader(rank, world) for rank in range(world)]
+        return [[r["x"] for r in await reader.get(100)] for reader in readers]
+
+    with opened(tmp_path, "id") as queue:
+        queue.sync.put([{"id": x % 7, "x": x} for x in range(60)])
+        for world in (1, 2, 3, 5):
+            found = asyncio.run(read(queue, world))
+            assert sorted(x for own in found for x in own) == list(range(60))
+            if 1 < world <= 3:
+                rank_of = {x % 7: rank for rank, own in enumerate(found) for x in own}
+                assert all(rank_of[x % 7] == rank for rank, own in enumerate(found) for x in own)
 
 
 # Routing
@@ -694,7 +710,7 @@ def sorted_records(queue: Queue) -> list[str]:
 
 
 @settings(
-    max_examples=15,
+    max_examples=40,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
