@@ -191,6 +191,9 @@ class SyncKV:
         """The global indexes of keys, in their order; KeyError naming unknown ones."""
         asked = [keys] if isinstance(keys, str) else list(keys)
         known = self.find(asked, partition)
+        if not known.keys() >= set(asked):
+            self._engine.ledger.catch_up()
+            known = self.find(asked, partition)
         _refuse_unknown(asked, known, self.queue.name, partition)
         return [known[key] for key in asked]
 

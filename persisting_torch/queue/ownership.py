@@ -3,7 +3,8 @@
     bucket-2/owner/7      made exclusively by the owner of epoch 7; the largest number is the owner
 
 The file says who it is, and a count in it rises every second while the owner lives. Whoever has
-watched the count stand still for `TAKEOVER_SECONDS` may make the file of the next epoch. An owner
+watched the count stand still for `TAKEOVER_SECONDS`, or sees that the process is gone from this
+machine, may make the file of the next epoch. An owner
 that has not been able to raise its count for `TRUSTED_SECONDS`, by a clock that also runs while the
 machine sleeps, no longer believes in itself. What such an owner still has under way is refused by
 the ledger, whose transactions begin with a look at the epoch in force, and by Lance, since the new
@@ -21,6 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from persisting_torch.errors import BucketUnavailable, FormatError, StaleOwner
+from persisting_torch.queue.host import born, processes
 from persisting_torch.queue.place import Place
 
 BEAT_SECONDS = 1.0
@@ -34,13 +36,24 @@ FOLDER = "owner"
 
 @dataclass(frozen=True)
 class Owner:
-    """Who owns a bucket: the epoch, the process's name for itself, and its Flight server."""
+    """Who owns a bucket: the epoch, the process's name for itself, and its Flight server.
+
+    And which process that is, for those who can see whether it lives.
+    """
 
     epoch: int
     incarnation: str
     node: str
     address: str
     count: int = 0
+    processes: str = ""
+    pid: int = 0
+    born: str = ""
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether this machine runs its processes, and runs it no more."""
+        return self.processes == processes() and born(self.pid) != self.born
 
 
 def read_owner(bucket: Path) -> Owner | None:
@@ -79,7 +92,8 @@ class Ownership:
         began = _now()
         folder = bucket / FOLDER
         folder.mkdir(parents=True, exist_ok=True)
-        owner = Owner(after + 1, incarnation, node, address)
+        own = os.getpid()
+        owner = Owner(after + 1, incarnation, node, address, 0, processes(), own, born(own))
         draft = _write_draft(folder, owner, incarnation)
         try:
             # A link comes with its content, which a file that is opened exclusively does not.
@@ -153,9 +167,9 @@ class Watch:
         """Whether the last look found another owner, or another count, than the one before."""
 
     def dead(self) -> Owner | None:
-        """The owner, if it may be replaced: it gave up, or has stood still for long enough."""
+        """The owner, if it may be replaced: it gave up, died, or has stood still for long."""
         owner = read_owner(self.bucket)
-        if owner is None or not owner.incarnation:
+        if owner is None or not owner.incarnation or owner.is_dead:
             return owner or Owner(0, "", "", "")
         seen = owner.epoch, owner.incarnation, owner.count
         if seen != self._seen:

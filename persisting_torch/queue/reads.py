@@ -128,6 +128,7 @@ class Reads:
             try:
                 return self._to_records(self.table(rows, indexes, names), names, copy=self.copy)
             except KeyError:
+                self.ledger.catch_up()
                 with self.ledger.lock:
                     self._follow()
                     cleared = self.books.cleared_indexes
@@ -245,6 +246,7 @@ class Reads:
             return self.books.runs.rows_of(indexes)
         unknown = self.books.strays(partition, indexes)
         if unknown:
+            self.ledger.catch_up()
             self._follow()
             unknown = self.books.strays(partition, indexes)
         if unknown:
@@ -284,6 +286,7 @@ class Reads:
                     table = pa.table({INDEX_COLUMN: indexes})
                 return self.late.overlay(table, found, schema)
             except KeyError:
+                self.ledger.catch_up()
                 with self.ledger.lock:
                     self._follow()
                     if self.late.folds == folds:

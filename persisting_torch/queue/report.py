@@ -162,6 +162,7 @@ def _verify_late(
         table = engine.late.store.read(rows, ["_index", *columns])
         table.validate(full=True)
     except (OSError, KeyError, ValueError) as error:
+        engine.ledger.catch_up()
         with engine.ledger.reading() as tx:
             engine.books.refresh(tx)
             if run.seq not in engine.books.late:
@@ -178,6 +179,7 @@ def _not_cleared_since(
     engine: Engine, rows: np.ndarray[Any, np.dtype[np.int64]]
 ) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Those of the rows that no process has cleared meanwhile."""
+    engine.ledger.catch_up()
     with engine.ledger.reading() as tx:
         engine.books.refresh(tx)
         gone = engine.books.gone

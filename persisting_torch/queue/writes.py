@@ -219,8 +219,9 @@ class Writes:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Nobody else commits while the block runs, in whatever process."""
+        """Nobody else commits while the block runs, which knows of all that was committed before."""
         with self._flush_lock, self.engine.commit_lock:
+            self.engine.ledger.catch_up()
             yield
 
     # Flushing

@@ -107,9 +107,12 @@ def serve(order: dict[str, Any]) -> None:
             error.add_note("".join(traceback.format_exception(error)))
             answer = (False, error)
         try:
-            test.send(answer)
-        except Exception as error:  # what cannot be pickled
-            test.send((False, TypeError(f"{answer!r}: {error}")))
+            sent = pickle.dumps(answer)
+            pickle.loads(sent)
+        except Exception as error:  # what cannot be pickled, there or back
+            told = "".join(getattr(answer[1], "__notes__", ()))
+            sent = pickle.dumps((False, TypeError(f"{answer!r}: {error}; {told}")))
+        test.send_bytes(sent)
 
 
 class Pending:
@@ -127,7 +130,7 @@ class Pending:
             self._member.kill()
             raise AssertionError(f"no answer within {seconds} s; {self._member.err}")
         try:
-            fine, answer = self._member.connection.recv()
+            fine, answer = pickle.loads(self._member.connection.recv_bytes())
         except (EOFError, ConnectionResetError):
             raise AssertionError(f"the process died; {self._member.err}") from None
         if not fine:
@@ -337,6 +340,19 @@ def buckets_owned() -> list[tuple[str, int]]:
     node = current().node
     assert node is not None
     return sorted((key.queue, key.bucket) for key, kept in node._kept.items() if kept.held)
+
+
+def hold(path: str, name: str = "q", **options: Any) -> int:
+    """Open a queue and keep it open, as HELD[name]; into how many buckets it is split."""
+    from persisting_torch import Queue
+
+    HELD[name] = Queue(name, path, **options)
+    return int(HELD[name].num_buckets)
+
+
+def let_go(name: str = "q") -> None:
+    """Close it again."""
+    HELD.pop(name).close()
 
 
 @functools.cache

@@ -46,6 +46,7 @@ def path(tmp_path: Path) -> str:
         ("before rows are entered", 1),
         ("before a put is answered", 1),
         ("before a turn is given", 0),
+        ("after it has looked whether it owns the ledger", 0),
         ("before a commit is answered", 0),
     ],
 )
@@ -53,6 +54,22 @@ def test_whenever_an_owner_stands_still_what_it_had_under_way_is_refused(
     nodes: Cluster, path: str, moment: str, bucket: int
 ) -> None:
     stands_still(nodes, path, moment, bucket)
+
+
+def test_an_answer_that_has_become_old_is_not_given(nodes: Cluster, path: str) -> None:
+    nodes.grow(2)
+    workers = Work(nodes, path, few=True)
+    client, old = nodes.client(), work.owner_of(path, 0)
+    client.call(work.ways_to, old.address, path, 0)
+    halted = owner(nodes, path, 0)
+    halted.call(work.halt_at, "before a snapshot is answered")
+    asking = client.begin(work.ask_directly, "snapshot")
+    work.await_so(lambda: work.is_halted(halted), TAKEOVER, "the halt")
+    work.await_takeover(path, {0: old.epoch})
+    time.sleep(1)
+    halted.go_on()
+    assert asking.result() == {"snapshot": "StaleOwner"}
+    workers.end()
 
 
 def test_an_owner_that_stands_still_amid_a_commit_is_waited_for(nodes: Cluster, path: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from persisting_torch import BatchMeta, BucketUnavailable, KVInterface, ProducerFailed, Queue
 from persisting_torch.queue.report import verify
-from tests.cluster.nodes import HELD, Cluster, Member, buckets_owned
+from tests.cluster.nodes import HELD, Cluster, Member, buckets_owned, hold, let_go
 
 
 @pytest.fixture(scope="module")
@@ -32,16 +32,6 @@ def nodes() -> Iterator[Cluster]:
     """A cluster for a test that ends it."""
     with Cluster() as cluster:
         yield cluster
-
-
-def hold(path: str, name: str = "q", **options: Any) -> int:
-    """Open a queue and keep it open."""
-    HELD[name] = Queue(name, path, **options)
-    return HELD[name].num_buckets
-
-
-def let_go(name: str = "q") -> None:
-    HELD.pop(name).close()
 
 
 # From one machine to a cluster and back

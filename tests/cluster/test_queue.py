@@ -16,9 +16,9 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from persisting_torch import KVInterface, PersistingError, Queue, SchemaError
+from persisting_torch import BatchMeta, KVInterface, PersistingError, Queue, SchemaError
 from persisting_torch.queue.report import verify
-from tests.cluster.nodes import Cluster, Member, buckets_owned
+from tests.cluster.nodes import HELD, Cluster, Member, buckets_owned, hold, let_go
 from tests.cluster.stories import STORIES, bounds, late_fields, refused, tell
 
 
@@ -392,3 +392,21 @@ def large(queue: Queue) -> Any:
 
 def test_large_tensors_come_as_they_went(client, alone, tmp_path: Path):
     assert both_tell(client, alone, tmp_path, large) == [True, True]
+
+
+def put_one(name: str, field: str) -> BatchMeta:
+    return HELD[name].sync.put([{"id": 1, field: 1}] * 10)
+
+
+def data_of(name: str, meta: BatchMeta) -> Any:
+    return HELD[name].sync.get_data(meta)["id"].tolist()
+
+
+def test_what_one_member_has_put_another_finds_at_once(client, second, tmp_path: Path):
+    for member in (client, second):
+        member.call(hold, str(tmp_path), batch_size=1)
+    for turn in range(20):
+        meta = client.call(put_one, "q", f"field{turn}")
+        assert second.call(data_of, "q", meta) == [1] * 10
+    for member in (client, second):
+        member.call(let_go)

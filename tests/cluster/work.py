@@ -20,6 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lance
+
 from persisting_torch import BatchMeta, KVInterface, PersistingDataLoader, PersistingDataset, Queue
 from persisting_torch.cluster import bucket
 from persisting_torch.errors import FlushFailed, PersistingError
@@ -337,6 +339,10 @@ def stands_still(nodes: Cluster, path: str, moment: str, bucket: int) -> None:
     assert not stale, f"answers of an owner that was replaced: {stale}"
     time.sleep(1)
     assert max(told.longest for told in workers.end()) < TAKEOVER
+    if moment == "before rows are committed":
+        put = len(client.call(records, path))
+        stored = [lance.dataset(folder(path, b) / "data.lance").count_rows() for b in range(4)]
+        assert sum(stored) == put, "rows of an owner that was replaced were committed"
 
 
 # Clients that are killed at a bad moment
@@ -416,7 +422,7 @@ def halt() -> None:
 def halt_at(moment: str) -> None:
     """Have this node halt once it gets to this moment the next time."""
     from persisting_torch.cluster import service
-    from persisting_torch.queue import record, shards, storage, turns
+    from persisting_torch.queue import ledger, record, shards, storage, turns
 
     where: dict[str, tuple[Any, str, bool]] = {
         "before rows are committed": (storage.lance.LanceDataset, "commit", True),
@@ -425,6 +431,7 @@ def halt_at(moment: str) -> None:
         "before a put is answered": (shards.BucketCommitter, "append", False),
         "before a turn is given": (turns.Turns, "_had", True),
         "before a commit": (service, "decode", True),
+        "after it has looked whether it owns the ledger": (ledger.Ledger, "_alone", True),
         "in a commit": (service, "replay", True),
         "before a commit is answered": (record.Log, "_add", False),
         "before a snapshot is answered": (service, "content_of", False),
@@ -478,8 +485,8 @@ def ways_to(address: str, path: str, bucket: int) -> None:
         peer.ask(Message({"op": "alive", **header}), 10.0)
 
 
-def ask_directly() -> dict[str, str]:
-    """What the node answers, asked for everything at once; of an error its kind."""
+def ask_directly(*ops: str) -> dict[str, str]:
+    """What the node answers, asked for all of it at once; of an error its kind."""
     answers: dict[str, str] = {}
 
     def ask(op: str) -> None:
@@ -490,7 +497,7 @@ def ask_directly() -> dict[str, str]:
         except PersistingError as error:
             answers[op] = type(error).__name__
 
-    at_once([partial(ask, op) for op in HELD["ways"]])
+    at_once([partial(ask, op) for op in ops or HELD["ways"]])
     return answers
 
 
