@@ -52,21 +52,16 @@ class Router:
     column: str | None
 
     def check(self, data: Any) -> None:
-        """Raise SchemaError for a put without the bucket column, where one was asked for."""
-        if self.column is None:
+        """Raise SchemaError for a record without the bucket column, where one was asked for."""
+        if self.column is None or is_tensor_collection(data):
             return
-        if isinstance(data, list | tuple):
-            named = [(f"record {at}", one) for at, one in enumerate(data) if isinstance(one, dict)]
-        elif is_tensor_collection(data):
-            named = [("the TensorDict", data)]
-        else:
-            named = [("record 0", data)] if isinstance(data, dict) else []
-        for name, given in named:
-            if _value_of(given, self.column) is None:
+        records = data if isinstance(data, list | tuple) else [data]
+        for number, record in enumerate(records):
+            if isinstance(record, dict) and record.get(self.column) is None:
                 raise SchemaError(
-                    f"queue {self.queue!r}: {name} has no {self.column!r}, the field that says"
-                    f" which of the {self.num_buckets} buckets it goes to. Give it one, or make"
-                    " the queue without bucket_column."
+                    f"queue {self.queue!r}: record {number} has no {self.column!r}, the field that"
+                    f" says which of the {self.num_buckets} buckets it goes to. Give it one, or"
+                    " make the queue without bucket_column."
                 )
 
     def buckets(self, composed: Composed, schema: Schema) -> Int64s:
@@ -84,16 +79,6 @@ class Router:
                 has = values.is_valid().to_numpy(zero_copy_only=False)
                 found[has] = _hashes(values.drop_null()) % self.num_buckets
         return found
-
-
-def _value_of(data: Any, name: str) -> Any:
-    """The field's value in a record, or in a TensorDict, where it may nest; None if it has none."""
-    value = data.get(name, None)
-    outer, dot, inner = name.partition(".")
-    if value is None and dot and is_tensor_collection(data):
-        within = data.get(outer, None)
-        return _value_of(within, inner) if is_tensor_collection(within) else None
-    return value
 
 
 def _hashes(values: pa.Array) -> Int64s:

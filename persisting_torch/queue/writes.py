@@ -219,7 +219,7 @@ class Writes:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Nobody else commits while the block runs, which knows of all that was committed before."""
+        """Nobody else commits while the block runs, which knows all that was before."""
         with self._flush_lock, self.engine.commit_lock:
             self.engine.ledger.catch_up()
             yield
