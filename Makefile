@@ -56,6 +56,7 @@ bench: $(INSTALLED) ## the benchmarks: queue beside plain Lance, waiting, late f
 	$(RUN) benchmarks/retention.py
 	$(RUN) benchmarks/resume_matrix.py
 	$(RUN) benchmarks/vs_transferqueue.py
+	$(RUN) benchmarks/cluster.py
 
 clean: ## remove the environment, caches and what the demo left behind
 	rm -rf $(VENV) build dist demo_data cluster_data grpo_data lightning_logs checkpoints

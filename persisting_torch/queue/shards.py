@@ -211,9 +211,9 @@ class BucketCommitter(Committer):
         store = self._store(which)
         append()
         first_row = store.rows - count
-        self.strays = True
+        before, self.strays = self.strays, True
         entered = self._enter_all(which, first_row, count, note, came, check)
-        self.strays = False
+        self.strays = before
         return entered
 
     @again

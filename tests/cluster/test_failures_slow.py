@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.cluster import work
-from tests.cluster.apart import Network
+from tests.cluster.apart import Network, OwnStorage
 from tests.cluster.nodes import Cluster, Pending
 from tests.cluster.work import TAKEOVER, Work, each_once, owner, stands_still
 from tests.exactly_once.model import Lineage, fill
@@ -47,7 +47,7 @@ def path(tmp_path: Path) -> str:
         ("before a put is answered", 1),
         ("before a turn is given", 0),
         ("after it has looked whether it owns the ledger", 0),
-        ("before a commit is answered", 0),
+        ("before a commit of a claim is answered", 0),
     ],
 )
 def test_whenever_an_owner_stands_still_what_it_had_under_way_is_refused(
@@ -112,6 +112,28 @@ def test_what_a_killed_producer_had_claimed_comes_back(nodes: Cluster, path: str
     began = time.monotonic()
     each_once(other.call(work.claim_all, path, 20), first)
     assert time.monotonic() - began < 25
+
+
+def test_rows_of_a_halted_owner_whose_storage_nobody_sees_are_given_up_in_time(
+    tmp_path: Path,
+) -> None:
+    path = str(tmp_path / "storage")
+    Path(path).mkdir()
+    with OwnStorage(path, tmp_path / "own") as nodes:
+        nodes.grow(2)
+        client = nodes.client()
+        client.call(work.fail_after, 3.0)
+        client.call(work.fill, path, 0, 256)
+        assert client.call(work.read_buckets, path) == dict.fromkeys(range(4), 64)
+        part = next(n for n in nodes.nodes if not [*nodes.own(n.name).glob("*/*/ledger.sqlite")])
+        part.stop()
+        began = time.monotonic()
+        found = client.call(work.read_buckets, path)
+        part.go_on()
+        assert set(found.values()) == {64, "BucketUnavailable"}
+        assert time.monotonic() - began < 30
+        time.sleep(1)
+        assert client.call(work.read_buckets, path) == dict.fromkeys(range(4), 64)
 
 
 # Training

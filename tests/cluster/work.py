@@ -24,6 +24,7 @@ import lance
 
 from persisting_torch import BatchMeta, KVInterface, PersistingDataLoader, PersistingDataset, Queue
 from persisting_torch.cluster import bucket
+from persisting_torch.cluster.node import Node
 from persisting_torch.errors import FlushFailed, PersistingError
 from persisting_torch.queue.names import directory_name
 from persisting_torch.queue.ownership import Owner, read_owner
@@ -400,7 +401,8 @@ def claim_all(path: str, count: int) -> list[int]:
     uids: list[int] = []
     with Queue("q", path) as queue:
         while len(uids) < count:
-            uids += queue.sync.get_batch(["uid"], count, "score")["uid"].tolist()
+            batch = queue.sync.get_batch(["uid"], count, "score")
+            uids += batch["uid"].tolist() if len(batch) else []
             time.sleep(PAUSE)
     return uids
 
@@ -415,7 +417,8 @@ def books(path: str) -> dict[str, int]:
 
 
 def halt() -> None:
-    """This process stands still until somebody lets it go on."""
+    """This process stands still until somebody lets it go on, and is slow to notice then."""
+    Node._drop = staticmethod(lambda kept, held: None)  # type: ignore[method-assign]
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
@@ -433,7 +436,7 @@ def halt_at(moment: str) -> None:
         "before a commit": (service, "decode", True),
         "after it has looked whether it owns the ledger": (ledger.Ledger, "_alone", True),
         "in a commit": (service, "replay", True),
-        "before a commit is answered": (record.Log, "_add", False),
+        "before a commit of a claim is answered": (record.Log, "_add", False),
         "before a snapshot is answered": (service, "content_of", False),
     }
     target, name, before = where[moment]
@@ -442,7 +445,8 @@ def halt_at(moment: str) -> None:
     armed = threading.Lock()
 
     def halting(*arguments: Any, **options: Any) -> Any:
-        now = armed.acquire(blocking=False)
+        fits = moment != "before a commit of a claim is answered" or "INTO claims" in str(arguments)
+        now = fits and armed.acquire(blocking=False)
         if now and before:
             halt()
         answer = function(*arguments, **options)
