@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.cluster import work
-from tests.cluster.apart import Network, OwnStorage
+from tests.cluster.apart import Network, OwnStorage, spread
 from tests.cluster.nodes import Cluster, Pending
 from tests.cluster.work import TAKEOVER, Work, each_once, owner, stands_still
 from tests.exactly_once.model import Lineage, fill
@@ -117,8 +117,7 @@ def test_what_a_killed_producer_had_claimed_comes_back(nodes: Cluster, path: str
 def test_rows_of_a_halted_owner_whose_storage_nobody_sees_are_given_up_in_time(
     tmp_path: Path,
 ) -> None:
-    path = str(tmp_path / "storage")
-    Path(path).mkdir()
+    path = spread(tmp_path, 2)
     with OwnStorage(path, tmp_path / "own") as nodes:
         nodes.grow(2)
         client = nodes.client()
