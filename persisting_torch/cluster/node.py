@@ -182,10 +182,7 @@ class Node:
         found = found_at(key.queue, key.storage_path)
         is_part = found.get("part", False) if found else key.bucket > 0
         if key.bucket == 0 and (is_part or (not found and self._is_elsewhere(key))):
-            raise BucketUnavailable(
-                f"{key} lies on storage that {self.name} does not see. Start the node again that"
-                " has it."
-            )
+            raise BucketUnavailable(f"{key} lies on storage that {self.name} does not see.")
         asked = split and Split(split[0], split[1], distributed=True, part=is_part)
         return open_place(key.queue, key.storage_path, asked or None), is_part
 
@@ -247,8 +244,9 @@ class Node:
                         with kept.lock:
                             kept.watch.dead()
                 except StaleOwner as error:
-                    log.warning("%s", error)
-                    self._drop(kept, held)
+                    if held is not None and not held.ownership.given_up:
+                        log.warning("%s", error)
+                        self._drop(kept, held)
                 except (OSError, PersistingError) as error:
                     log.warning("%s: %s", key, error)
 

@@ -195,7 +195,7 @@ def _come_home(tx: sqlite3.Connection, place: Place, bucket: int, node: str) -> 
     if storage != place.storage:
         raise BucketUnavailable(
             f"bucket {bucket} of queue {place.queue!r} lies on storage that {node} does not see;"
-            f" {last} had it last. Start that node again."
+            f" {last} had it last."
         )
     tx.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, json.dumps([storage, node])))
 

@@ -83,6 +83,7 @@ class Ownership:
         self._lock = threading.Lock()
         self._beaten = began
         self._lost = False
+        self.given_up = False
 
     @staticmethod
     def take(
@@ -142,6 +143,7 @@ class Ownership:
 
     def give_up(self) -> None:
         """Leave the bucket to whoever wants it, without letting them wait."""
+        self.given_up = True
         with self._lock:
             if not self._lost and _largest(self.bucket / FOLDER) == self.owner.epoch:
                 self._lost = True
