@@ -18,7 +18,7 @@ from persisting_torch.cluster.handle import Handle
 from persisting_torch.cluster.loop import LoopThread
 from persisting_torch.cluster.peer import note_use, refuse_after_fork
 from persisting_torch.cluster.secret import Credentials, credentials
-from persisting_torch.errors import PersistingError
+from persisting_torch.errors import PersistingError, WaitTimeout
 from persisting_torch.queue.lifecycle import after_closing
 
 if TYPE_CHECKING:
@@ -58,6 +58,12 @@ class Runtime:
         except RuntimeError as error:
             reason = str(error).partition('"message":"')[2].rstrip('"}') or error
             raise PersistingError(f"Pulsing cannot listen at {address}: {reason}") from error
+        except TimeoutError as error:
+            raise WaitTimeout(
+                f"Pulsing did not start at {address} within {START_SECONDS:g} s: a seed of"
+                f" {', '.join(map(str, seeds))} listens and does not answer. It may be halted; let"
+                " it go on, or name others."
+            ) from error
         self._started_here = True
         send_at_once(parse(self.system.addr, "addr").port)
 
