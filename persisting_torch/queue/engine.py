@@ -28,10 +28,10 @@ from persisting_torch.errors import (
 )
 from persisting_torch.queue import lifecycle
 from persisting_torch.queue.again import again
-from persisting_torch.queue.assignments import Assignment, Assignments, Last
+from persisting_torch.queue.assignments import Assignments
 from persisting_torch.queue.claims import Claims
 from persisting_torch.queue.custom import CustomMeta
-from persisting_torch.queue.demand import LONGEST_WAIT_SECONDS, Demand
+from persisting_torch.queue.global_batches import GlobalBatches
 from persisting_torch.queue.intake import Intake
 from persisting_torch.queue.keep import Retention, store_retention
 from persisting_torch.queue.lease import RENEW_SECONDS, end_lease, renew_lease, take_lease
@@ -39,6 +39,7 @@ from persisting_torch.queue.look import Look, Sampler, needs_of
 from persisting_torch.queue.meta import BatchMeta
 from persisting_torch.queue.metrics import Metrics
 from persisting_torch.queue.names import check_name
+from persisting_torch.queue.options import check_batch_size
 from persisting_torch.queue.ownership import refuse_living_owner
 from persisting_torch.queue.pacing import Pace
 from persisting_torch.queue.parts import Parts, local_parts
@@ -54,7 +55,7 @@ from persisting_torch.queue.waiting import hub_of
 from persisting_torch.queue.writes import Writes
 
 
-class Engine:
+class Engine(GlobalBatches):
     """Everything a queue does, for one bucket and one process."""
 
     def __init__(
@@ -268,7 +269,7 @@ class Engine:
     ) -> tuple[Sequence[int], list[str]]:
         """The samples that are taken, and the stored names of the fields asked for."""
         self.check_open(writing=True)
-        _check_batch_size(batch_size)
+        check_batch_size(batch_size)
         if fields is None or not self.books.schema.fields.keys() >= set(fields):
             self.books.follow()
         names = self.reads.names_of(fields)
@@ -369,97 +370,6 @@ class Engine:
             self.books.refresh(tx)
         self.hub.notify()
 
-    # Global batches
-
-    def await_assignment(
-        self,
-        task: str,
-        partition: str,
-        k: int,
-        *,
-        batch_size: int,
-        dp_size: int = 1,
-        fields: Sequence[str] | None = None,
-        sampler: Sampler | None = None,
-        last: Last = "drop",
-        timeout: float | None = None,
-        stop: threading.Event | None = None,
-        sampling: dict[str, Any] | None = None,
-    ) -> Assignment | None:
-        """Global batch k of a task, formed once and answered identically ever after.
-
-        None if the partition is sealed and has no batch k, or if `stop` was set meanwhile. Waits
-        at most `timeout` seconds (None: 1800) and then raises WaitTimeout, which says what is
-        missing; raises ProducerFailed once no producer is left that could provide it.
-        """
-        self.check_open(writing=True)
-        _check_batch_size(batch_size)
-        check_name(task, "task_name")
-        demand = Demand(
-            self, task, partition, fields, batch_size, dp_size, last, sampler, sampling or {}
-        )
-        return demand.wait(k, LONGEST_WAIT_SECONDS if timeout is None else timeout, stop)
-
-    def recut(
-        self, task: str, partition: str, k: int, *, batch_size: int, dp_size: int = 1
-    ) -> None:
-        """A run resumes at batch k: batches from k on that were formed for other sizes are undone.
-
-        Their samples are available again, and batch k is the first of the new sizes. Nothing
-        happens where the sizes are the same.
-        """
-        self.check_open(writing=True)
-        _check_batch_size(batch_size)
-        Demand(self, task, partition, None, batch_size, dp_size, "drop", None).recut(k)
-
-    def cursor(self, task: str, partition: str) -> int:
-        """Global batches of the task below the cursor are consumed for good."""
-        self.check_open()
-        return self.assignments.cursor(task, partition)
-
-    def commit_cursor(self, task: str, partition: str, k: int) -> None:
-        """Global batches below k are consumed for good."""
-        self.check_open(writing=True)
-        self.assignments.commit_cursor(task, partition, k)
-
-    def note_checkpoint(self, task: str, partition: str, path: str, k: int) -> None:
-        """What is at this path (absolute, or a URL) may be resumed from batch k of the task.
-
-        As long as it is there, retention keeps the batches from k on.
-        """
-        self.check_open(writing=True)
-        self.assignments.note_checkpoint(task, partition, path, k)
-
-    def books_of(self, task: str, partition: str) -> dict[str, int]:
-        """How often each sample of the partition is in a committed global batch of the task.
-
-        Counts of samples, cleared ones included: "put", "once", "twice" (or more), "never",
-        and "dropped": let go untrained, by a sampler that says why in `stats()`.
-        """
-        self.check_open()
-        cursor = self.assignments.cursor(task, partition)
-        trained = [
-            index
-            for k, indexes in self.assignments.assigned(task, partition)
-            if k < cursor
-            for index in indexes
-        ]
-        with self.ledger.reading() as tx:
-            self.books.refresh(tx)
-            known = self.books.partitions.get(partition)
-            put = 0 if known is None else len(known.arrived)
-            consumer = self.books.tasks.get((task, partition))
-            dropped = 0 if consumer is None else consumer.let_go
-        trained += self.assignments.past(task, partition)
-        counts = np.unique(np.array(trained, dtype=np.int64), return_counts=True)[1]
-        return {
-            "put": put,
-            "once": int((counts == 1).sum()),
-            "twice": int((counts > 1).sum()),
-            "never": put - len(counts) - dropped,
-            "dropped": dropped,
-        }
-
     # Producers
 
     def producer(self, name: str, *, essential: bool = False) -> AbstractContextManager[None]:
@@ -528,8 +438,3 @@ class Engine:
         self.tending.stop()
         self.ledger.close()
         self.commit_lock.close()
-
-
-def _check_batch_size(batch_size: int) -> None:
-    if batch_size < 1:
-        raise ValueError(f"batch_size must be at least 1, got {batch_size}.")

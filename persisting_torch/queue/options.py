@@ -39,3 +39,9 @@ def check_options(
             f"queue {name!r}: storage_options are for object stores; this queue lives on a file"
             " system. Leave them out."
         )
+
+
+def check_batch_size(batch_size: int) -> None:
+    """Raise ValueError for a number of samples that nobody can ask for."""
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, got {batch_size}.")
