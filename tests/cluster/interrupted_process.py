@@ -5,11 +5,8 @@ interrupted_process.py FOLDER near|far
 
 from __future__ import annotations
 
-import dis
-import functools
 import sys
 import time
-from typing import Any
 
 from persisting_torch.cluster.bucket import Bucket
 from persisting_torch.cluster.finder import Finder, Target
@@ -19,37 +16,7 @@ from persisting_torch.cluster.replica import Replica
 from persisting_torch.queue.place import open_place
 from persisting_torch.queue.waiting import Hub
 from tests.cluster.ledger_process import QUEUE, note, noted, open_ledger
-
-# After these instructions CPython looks whether a signal has come.
-LOOKS = {dis.opmap[name] for name in ("CALL", "CALL_FUNCTION_EX", "RESUME", "JUMP_BACKWARD")}
-handlers = functools.cache(dis._parse_exception_table)  # type: ignore[attr-defined]
-
-
-def handler(code: Any, at: int) -> int | None:
-    """Where an error of the instruction at this offset goes."""
-    return next((e.target for e in reversed(handlers(code)) if e.start <= at < e.end), None)
-
-
-class Interrupt:
-    """Raises KeyboardInterrupt where CPython looks for signals for the nth time."""
-
-    def __init__(self, n: int) -> None:
-        self.left, self.frame, self.at = n, None, 0
-
-    def __call__(self, frame: Any, event: str, argument: Any) -> Interrupt:
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        looked, code, now = self.frame, frame.f_code, frame.f_lasti
-        self.frame = None
-        if event == "opcode":
-            # Raised one instruction late, so only where that makes no difference.
-            if looked is frame and handler(code, now) == handler(code, self.at):
-                self.left -= 1
-                if not self.left:
-                    sys.settrace(None)
-                    raise KeyboardInterrupt
-            if code.co_code[now] in LOOKS:
-                self.frame, self.at = frame, now
-        return self
+from tests.interrupt import Interrupt
 
 
 def main(folder: str, way: str) -> None:

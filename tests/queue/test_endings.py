@@ -267,42 +267,10 @@ def test_ctrl_c_at_any_moment_loses_nothing_and_leaves_the_queue_usable(tmp_path
     )
 
 
-INTERRUPTED = '''
-import dis, functools, sys, threading
+INTERRUPT = Path(__file__).parents[1] / "interrupt.py"
+INTERRUPTED = """
 from persisting_torch import Queue
 from persisting_torch.queue.report import verify
-
-# After these instructions CPython looks whether a signal has come.
-LOOKS = {dis.opmap[name] for name in ("CALL", "CALL_FUNCTION_EX", "RESUME", "JUMP_BACKWARD")}
-handlers = functools.cache(dis._parse_exception_table)
-
-
-def handler(code, at):
-    """Where an error of the instruction at this offset goes."""
-    return next((e.target for e in reversed(handlers(code)) if e.start <= at < e.end), None)
-
-
-class Interrupt:
-    """Raises KeyboardInterrupt where CPython looks for signals for the nth time."""
-
-    def __init__(self, n):
-        self.left, self.frame, self.at = n, None, 0
-
-    def __call__(self, frame, event, argument):
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        looked, code, now = self.frame, frame.f_code, frame.f_lasti
-        self.frame = None
-        if event == "opcode":
-            # Raised one instruction late, so only where that makes no difference.
-            if looked is frame and handler(code, now) == handler(code, self.at):
-                self.left -= 1
-                if not self.left:
-                    sys.settrace(None)
-                    raise KeyboardInterrupt
-            if code.co_code[now] in LOOKS:
-                self.frame, self.at = frame, now
-        return self
-
 
 queue = Queue("q", sys.argv[1], batch_size=2)
 queue.sync.put([{"x": 0}, {"x": 0}])
@@ -327,12 +295,12 @@ found = [record["x"] for record in queue.sync.get(limit=10**6)]
 assert all(found.count(each) in (0, 2) for each in range(x + 1)), "half of a put"
 queue.close()
 print(interrupts)
-'''
+"""
 
 
 @pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="knows the bytecode of Python 3.11")
 def test_ctrl_c_wherever_python_looks_for_it_leaves_no_lock_taken(tmp_path):
-    child = children.start(INTERRUPTED, tmp_path)
+    child = children.start(INTERRUPT.read_text() + INTERRUPTED, tmp_path)
     assert child.wait(180) == 0, child.err
     assert child.lines[0] > 300
 
