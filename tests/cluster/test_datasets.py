@@ -143,6 +143,7 @@ def train(path: str, **options: Any) -> tuple[list[list[int]], list[float]]:
     return model.seen, model.counts
 
 
+@pytest.mark.slow
 def test_a_run_trains_each_sample_once_and_resumes_elsewhere(nodes, producer, trainer, tmp_path):
     path = str(tmp_path)
     producer.call(put, path)

@@ -77,6 +77,7 @@ def test_a_node_that_leaves_lets_nobody_wait(nodes: Cluster, path: str) -> None:
     assert max(t.longest for t in workers.end()) < 3
 
 
+@pytest.mark.slow
 def test_a_client_that_is_killed_holds_others_up_for_seconds_only(
     nodes: Cluster, path: str
 ) -> None:
@@ -99,6 +100,7 @@ def test_a_client_may_be_there_before_the_first_node(nodes: Cluster, path: str) 
     assert pending.result() == list(range(300))
 
 
+@pytest.mark.slow
 def test_a_node_with_storage_of_its_own_comes_back_to_its_buckets_which_nobody_else_takes(
     tmp_path: Path,
 ) -> None:

@@ -147,6 +147,7 @@ def all_records(path: str) -> tuple[list[dict[str, Any]], list[str], int]:
         return queue.sync.get(100_000), verify(queue.engine), len(queue)
 
 
+@pytest.mark.slow
 def test_members_and_nodes_at_once_lose_double_and_mix_nothing(shared, client, second, tmp_path):
     members = [client, second, shared[0], shared[2]]
     pending = [member.begin(work, str(tmp_path), at) for at, member in enumerate(members)]
@@ -225,7 +226,6 @@ def refusals(path: str) -> list[str]:
     with Queue("q", path, num_buckets=3, bucket_column="prompt") as queue:
         calls: list[Callable[[], Any]] = [
             lambda: queue.sync.put([{"prompt": 1}, {"x": 1}]),
-            lambda: queue.sync.put(TensorDict({"x": torch.ones(2)}, [2])),
             lambda: Queue("q", path, num_buckets=5),
             lambda: Queue("q", path, bucket_column="id"),
             queue.to_lance,
@@ -248,7 +248,6 @@ def test_what_a_cluster_refuses_it_explains(client, tmp_path: Path):
         said,
         [
             "record 1 has no 'prompt'",
-            "'prompt'",
             "num_buckets=3",
             "bucket_column='prompt'",
             "bucket-",
@@ -390,6 +389,7 @@ def large(queue: Queue) -> Any:
     return [torch.equal(found["big"], data), torch.equal(found["late"], data * 2)]
 
 
+@pytest.mark.slow
 def test_large_tensors_come_as_they_went(client, alone, tmp_path: Path):
     assert both_tell(client, alone, tmp_path, large) == [True, True]
 
