@@ -8,7 +8,7 @@ PYTEST_ARGS ?=
 BENCH_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo cluster-demo rl test slow check format bench clean
+.PHONY: help install demo cluster-demo rl test slow soak check format bench clean
 
 help: ## say what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -37,7 +37,10 @@ test: $(INSTALLED) ## all tests but the slow ones, and but those of `make check`
 	$(RUN) -m pytest -m "not slow" --ignore=tests/house $(PYTEST_ARGS)
 
 slow: $(INSTALLED) ## the tests that need minutes, kill tests among them
-	$(RUN) -m pytest -m slow $(PYTEST_ARGS)
+	$(RUN) -m pytest -m "slow and not soak" $(PYTEST_ARGS)
+
+soak: $(INSTALLED) ## further kill tests of the cluster, at more moments and at random; not part of CI
+	$(RUN) -m pytest -m soak $(PYTEST_ARGS)
 
 check: $(INSTALLED) ## lint, format, types, one-way imports, code blocks of README and docs
 	$(RUN) -m ruff check

@@ -41,13 +41,13 @@ def path(tmp_path: Path) -> str:
 @pytest.mark.parametrize(
     ("moment", "bucket"),
     [
-        ("before rows are committed", 0),
         ("after rows were committed", 1),
-        ("before rows are entered", 1),
-        ("before a put is answered", 1),
-        ("before a turn is given", 0),
-        ("after it has looked whether it owns the ledger", 0),
         ("before a commit of a claim is answered", 0),
+        pytest.param("before rows are committed", 0, marks=pytest.mark.soak),
+        pytest.param("before rows are entered", 1, marks=pytest.mark.soak),
+        pytest.param("before a put is answered", 1, marks=pytest.mark.soak),
+        pytest.param("before a turn is given", 0, marks=pytest.mark.soak),
+        pytest.param("after it has looked whether it owns the ledger", 0, marks=pytest.mark.soak),
     ],
 )
 def test_whenever_an_owner_stands_still_what_it_had_under_way_is_refused(
@@ -84,6 +84,7 @@ def test_an_owner_that_stands_still_amid_a_commit_is_waited_for(nodes: Cluster, 
     assert max(told.longest for told in workers.end()) < 9 + TAKEOVER
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("seed", range(2))
 def test_nodes_are_killed_and_halted_as_chance_has_it(nodes: Cluster, path: str, seed: int) -> None:
     chance = random.Random(seed)
@@ -168,7 +169,7 @@ def test_a_trainer_notices_no_death_of_nodes(nodes: Cluster, path: str) -> None:
         time.sleep(2)
         killed = owner(nodes, path, bucket)
         killed.kill()
-        assert not running.is_there(6)
+        assert not running.is_there(3)
         nodes.start(killed)
     running.result()
     assert_each_sample_once(nodes, story)
@@ -247,6 +248,7 @@ def test_an_owner_apart_from_network_and_storage_writes_nothing_and_comes_back(p
         assert max(told.longest for told in workers.end()) < TAKEOVER
 
 
+@pytest.mark.soak
 def test_an_owner_apart_from_the_network_alone_stays_the_owner_and_is_waited_for(path: str) -> None:
     with Network() as nodes:
         nodes.grow(2)
