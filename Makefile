@@ -20,7 +20,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 10) else "persisting_torch needs Python 3.10 or newer, $(PYTHON) is " + sys.version.split()[0] + "; choose another with PYTHON=...")'
 	@test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	@echo "installing the pinned packages into $(VENV) (once; minutes)"
-	@$(RUN) -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[cli,cluster,frameworks,rl,dev]'
+	@$(RUN) -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[cli,cluster,s3,frameworks,rl,dev]'
 	@touch $@
 
 demo: $(INSTALLED) ## train from a queue while producers fill it, kill the trainer, resume, count

@@ -18,7 +18,7 @@ from persisting_torch.datasets.dataset import PersistingDataset
 from persisting_torch.datasets.handle import QueueHandle
 from persisting_torch.datasets.loader import PersistingDataLoader
 from persisting_torch.queue.depth import Depth, Gauge
-from persisting_torch.queue.place import size_on_disk
+from persisting_torch.queue.place import Place
 
 if TYPE_CHECKING:
     from persisting_torch.queue import Queue
@@ -110,7 +110,7 @@ class QueueMonitor(Callback):
             self.partition_id or named[1],
             dataset.fields if dataset else None,
         )
-        self._disk = _Disk(engine.place.root)
+        self._disk = _Disk(engine.place)
         self._step = trainer.global_step
         self._interval = _Interval(self._gauge.read().put, dataset)
 
@@ -229,16 +229,16 @@ class _Interval:
 
 
 class _Disk:
-    """A folder's size, looked up now and then."""
+    """A queue's size, looked up now and then."""
 
-    def __init__(self, folder: str) -> None:
-        self.folder = folder
+    def __init__(self, place: Place) -> None:
+        self.place = place
         self._due = 0.0
         self._size = 0
 
     def size(self) -> int:
         if time.monotonic() >= self._due:
-            self._size = size_on_disk(self.folder)
+            self._size = self.place.files.size(self.place.root)
             self._due = time.monotonic() + DISK_SECONDS
         return self._size
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from persisting_torch.callbacks.steps import EveryNSteps
 from persisting_torch.errors import PersistingError
 from persisting_torch.queue.place import open_place
-from persisting_torch.queue.policies import FOLDER, publish
+from persisting_torch.queue.policies import policy_folder, publish
 
 if TYPE_CHECKING:
     from persisting_torch.queue import Queue
@@ -75,8 +75,8 @@ class PolicyPublisher(EveryNSteps):
 
     def _folder(self) -> Path:
         if isinstance(self.queue, str):
-            return Path(open_place(self.queue, self.storage_path).root) / FOLDER
-        return Path(self.queue.engine.place.root) / FOLDER
+            return policy_folder(open_place(self.queue, self.storage_path).root)
+        return policy_folder(self.queue.engine.place.root)
 
 
 def whole_tensors(state: Mapping[str, Any], module: str | None) -> dict[str, Tensor]:

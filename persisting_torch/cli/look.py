@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from persisting_torch.cli import show
 from persisting_torch.cli.find import Mistake, engine_of, folders, place_of
 from persisting_torch.errors import PersistingError
+from persisting_torch.queue.files import LOCAL
 from persisting_torch.queue.ledger import Ledger
 from persisting_torch.queue.names import queue_name
-from persisting_torch.queue.place import size_on_disk
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -46,7 +46,7 @@ def _summary(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {
         "name": queue_name(folder.name),
         "path": str(folder.absolute()),
-        "bytes": size_on_disk(str(folder)),
+        "bytes": LOCAL.size(str(folder)),
         "samples": 0,
         "partitions": 0,
         "sealed_partitions": 0,

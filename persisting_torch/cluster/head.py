@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 
 from persisting_torch.cluster.bucket import Bucket
-from persisting_torch.cluster.statements import decode_changes, encode
 from persisting_torch.cluster.wire import Message
 from persisting_torch.errors import BucketUnavailable, PersistingError, StaleOwner, WaitTimeout
 from persisting_torch.queue.again import Interrupted
 from persisting_torch.queue.record import Change, Statement
+from persisting_torch.queue.statements import decode_changes, encode
 
 SOON_SECONDS = 5.0  # for answers that need no data; beyond the time that the owner itself waits
 FOLLOW_SECONDS = 2.0

@@ -21,12 +21,12 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 
 from persisting_torch.cluster.head import Head, News
-from persisting_torch.cluster.snapshots import restore
 from persisting_torch.errors import BucketUnavailable, PersistingError, StaleOwner
 from persisting_torch.queue.again import Interrupted
 from persisting_torch.queue.ledger import Ledger
 from persisting_torch.queue.place import Place
 from persisting_torch.queue.record import Change, Recorder, Statement, replay
+from persisting_torch.queue.snapshots import restore
 from persisting_torch.queue.threads import Background
 from persisting_torch.queue.waiting import Hub
 

@@ -9,8 +9,6 @@ from typing import Any
 import pyarrow as pa
 
 from persisting_torch.cluster.plane import waiting
-from persisting_torch.cluster.snapshots import content_of
-from persisting_torch.cluster.statements import decode, encode_changes
 from persisting_torch.cluster.wire import Message
 from persisting_torch.errors import PersistingError, StaleOwner, WaitTimeout
 from persisting_torch.queue.lease import take_over
@@ -18,6 +16,8 @@ from persisting_torch.queue.ledger import Ledger, Sharing
 from persisting_torch.queue.ownership import Ownership
 from persisting_torch.queue.place import Place
 from persisting_torch.queue.record import Log, Recorder, replay
+from persisting_torch.queue.snapshots import content_of
+from persisting_torch.queue.statements import decode, encode_changes
 from persisting_torch.queue.turns import Turns
 
 LONGEST_WAIT_SECONDS = 2.0  # at a time; whoever has to wait longer asks again

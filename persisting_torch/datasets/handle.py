@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from persisting_torch.errors import PersistingError
 from persisting_torch.queue.names import check_name, directory_name
-from persisting_torch.queue.place import MARK, find_queues
+from persisting_torch.queue.objects import is_url
+from persisting_torch.queue.place import MARK, find_queues, found_at
 from persisting_torch.queue.seam import is_distributed, take_way, way_there
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class QueueHandle:
             self._options = {
                 "allow_pickle": queue.allow_pickle,
                 "zerocopy_mode": queue.zerocopy_mode,
+                "storage_options": queue.storage_options,
             }
         else:
             raise TypeError(
@@ -49,15 +51,23 @@ class QueueHandle:
 
     def check(self) -> None:
         """Raise PersistingError where there is no such queue yet; a cluster makes it."""
-        if is_distributed():
+        if is_distributed() or self._given is not None:
+            return
+        if is_url(self.storage_path):
+            options = self._options.get("storage_options")
+            if found_at(self.name, self.storage_path, options) is None:
+                raise self._missing(self.storage_path, "")
             return
         root = Path(self.storage_path).expanduser().absolute()
-        if self._given is not None or (root / directory_name(self.name) / MARK).exists():
+        if (root / directory_name(self.name) / MARK).exists():
             return
         others = ", ".join(map(repr, find_queues(root)[:10])) if root.is_dir() else ""
         there = f"It holds {others}" if others else "It holds no queue"
-        raise PersistingError(
-            f"there is no queue {self.name!r} under storage_path {str(root)!r}. {there}."
+        raise self._missing(str(root), f" {there}.")
+
+    def _missing(self, root: str, there: str) -> PersistingError:
+        return PersistingError(
+            f"there is no queue {self.name!r} under storage_path {root!r}.{there}"
             " Check both; where the trainer starts before the producers, make the queue first"
             " with Queue(name, storage_path), or give that Queue instead of its name."
         )

@@ -63,8 +63,8 @@ class BlockCache:
     same memory: they are read again. A block of which every row was handed out is forgotten.
     """
 
-    def __init__(self, folder: str) -> None:
-        self._session = LanceFileSession(folder)
+    def __init__(self, folder: str, options: dict[str, str] | None = None) -> None:
+        self._session = LanceFileSession(folder, storage_options=options)
         self._files: OrderedDict[tuple[str, tuple[str, ...]], list[LanceFileReader]] = OrderedDict()
         self._blocks: OrderedDict[BlockKey, Coming] = OrderedDict()
         self._sizes: dict[BlockKey, int] = {}

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 from pyroaring import BitMap64
 
-from persisting_torch.queue.place import size_on_disk
 from persisting_torch.queue.sets import pack_set, unpack_set
 from persisting_torch.queue.storage import RowStore
 
@@ -117,7 +116,7 @@ def reclaim(store: RowStore, lock: AbstractContextManager[object]) -> bool:
         return False
     table = store.table()
     live = sum(table.fragment(slot).bytes for slot in range(len(table)))
-    stored = size_on_disk(os.path.join(store.path, "data"))
+    stored = store.files.size(os.path.join(store.path, "data"))
     if stored - live <= max(RECLAIM_BYTES, RECLAIM_SHARE * live):
         return False
     with lock:

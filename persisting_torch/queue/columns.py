@@ -39,10 +39,17 @@ class NewColumns:
         return [] if self.file is None else [os.path.join("data", str(self.file.path))]
 
 
+def _session(table: FragmentTable) -> LanceFileSession:
+    dataset = table.dataset
+    return LanceFileSession(
+        os.path.join(dataset.uri, "data"), storage_options=dataset.initial_storage_options
+    )
+
+
 def read_columns(table: FragmentTable, fragment: Fragment, names: Iterable[str]) -> pa.Table:
     """Columns by physical row, deleted rows included; those that the fragment lacks are absent."""
     wanted = list(names)
-    session = LanceFileSession(os.path.join(table.dataset.uri, "data"))
+    session = _session(table)
     found: dict[str, pa.ChunkedArray] = {}
     for file in fragment.metadata.files:
         here = [name for name in wanted if table.field_ids.get(name) in file.fields]
@@ -70,7 +77,7 @@ def write_columns(
         return NewColumns(fragment, None, ids)
     schema = pa.schema([table.schema.field(name) for name in kept])
     name = f"{uuid.uuid4().hex}.lance"
-    session = LanceFileSession(os.path.join(table.dataset.uri, "data"))
+    session = _session(table)
     with session.open_writer(name, schema=schema, version=FILE_FORMAT) as writer:
         writer.write_batch(pa.Table.from_arrays(list(kept.values()), schema=schema))
     return NewColumns(fragment, DataFile.create(table.dataset, name), ids)

@@ -84,7 +84,7 @@ class Engine(GlobalBatches):
         self.committer, self.commit_lock = parts.committer, parts.committer.lock
         self.router = parts.router
         self.serves = not parts.local and bool(parts.shards)
-        self._leases = parts.local and place.writable
+        self._leases = parts.local and parts.leased and place.writable
         self._lease_end = self._lease() if self._leases else math.inf
         self.intake = Intake(
             self.ledger,

@@ -14,7 +14,6 @@ meanwhile is newer than all of this and stays on the list.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -246,5 +245,4 @@ class Fold:
         folders = [(self.bucket.rows, change.files) for change in self.changes]
         folders.append((self.late, data_files(self.written)))
         for store, files in folders:
-            for file in files:
-                os.unlink(os.path.join(store.path, file))
+            store.discard(files)

@@ -54,8 +54,12 @@ class Ledger:
     On a network file system the journal is a rollback journal, since WAL needs shared memory.
     """
 
-    def __init__(self, place: Place, *, fsync: bool = False, recorded: bool = False) -> None:
+    def __init__(
+        self, place: Place, *, fsync: bool = False, recorded: bool = False, path: str | None = None
+    ) -> None:
+        """`path`: the SQLite file, where it is not the place's."""
         self.place = place
+        self.path = path or place.ledger
         self.fsync = fsync
         self._kind = Recorder if recorded else sqlite3.Connection
         self.closed = False
@@ -94,7 +98,7 @@ class Ledger:
 
     def _connect_to_write(self) -> sqlite3.Connection:
         connection = sqlite3.connect(
-            self.place.ledger,
+            self.path,
             timeout=BUSY_SECONDS,
             isolation_level=None,
             check_same_thread=False,
@@ -111,7 +115,7 @@ class Ledger:
 
     def _make_tables(self, connection: sqlite3.Connection) -> None:
         if not connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone():
-            if os.path.exists(self.place.data):
+            if self.place.files.exists(self.place.data):
                 raise self._damage("it is empty, though there are rows")
             connection.executescript(f"BEGIN IMMEDIATE;{TABLES}COMMIT;")
         if self._check_format(connection) < LEDGER_FORMAT:
@@ -250,6 +254,7 @@ class Ledger:
                 self._open_transaction = True
                 self.connection.execute("BEGIN IMMEDIATE")
                 yield self.connection
+                self._keep()
                 self.connection.execute("COMMIT")
             except sqlite3.OperationalError as error:
                 raise self._failure(error) from error
@@ -257,6 +262,9 @@ class Ledger:
                 self._open_transaction = False
                 if self.connection.in_transaction:
                     self.connection.execute("ROLLBACK")
+
+    def _keep(self) -> None:
+        """Called before a commit: here there is nothing to do, SQLite makes it durable."""
 
     def _failure(self, error: sqlite3.OperationalError) -> PersistingError:
         where = f"the ledger of queue {self.place.queue!r} ({self.place.ledger})"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from persisting_torch.queue.objects import is_url
+
 
 def check_options(
     name: str,
@@ -12,6 +14,7 @@ def check_options(
     num_buckets: int | None,
     bucket_column: str | None,
     storage_options: dict[str, str] | None,
+    storage_path: object,
 ) -> None:
     """Raise ValueError for an option that makes no sense."""
     if not isinstance(batch_size, int) or batch_size < 1:
@@ -34,7 +37,7 @@ def check_options(
         raise ValueError(f"queue {name!r}: num_buckets must be at least 1, got {num_buckets!r}.")
     if bucket_column is not None and (not isinstance(bucket_column, str) or not bucket_column):
         raise ValueError(f"queue {name!r}: bucket_column must name a field, got {bucket_column!r}.")
-    if storage_options:
+    if storage_options and not is_url(storage_path):
         raise ValueError(
             f"queue {name!r}: storage_options are for object stores; this queue lives on a file"
             " system. Leave them out."

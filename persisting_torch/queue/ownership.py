@@ -1,14 +1,14 @@
-"""One owner at a time of each bucket, proven by files in the bucket's folder.
+"""One owner at a time of each bucket, proven by files (or objects) in the bucket's folder.
 
     bucket-2/owner/7      made exclusively by the owner of epoch 7; the largest number is the owner
 
 The file says who it is, and a count in it rises every second while the owner lives. Whoever has
 watched the count stand still for `TAKEOVER_SECONDS`, or sees that the process is gone from this
-machine, may make the file of the next epoch. An owner
-that has not been able to raise its count for `TRUSTED_SECONDS`, by a clock that also runs while the
-machine sleeps, no longer believes in itself. What such an owner still has under way is refused by
-the ledger, whose transactions begin with a look at the epoch in force, and by Lance, since the new
-owner begins with a commit that older ones conflict with.
+machine, may make the file of the next epoch. An owner that has not been able to raise its count for
+`TRUSTED_SECONDS`, by a clock that also runs while the machine sleeps, no longer believes in itself.
+What such an owner still has under way is refused by the ledger, whose transactions begin with a
+look at the epoch in force, and by Lance, since the new owner begins with a commit that older ones
+conflict with.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import threading
 import time
 import uuid
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 from persisting_torch.errors import BucketUnavailable, FormatError, StaleOwner
+from persisting_torch.queue.files import LOCAL, Files
 from persisting_torch.queue.host import born, processes
 from persisting_torch.queue.place import Place
 
@@ -56,15 +56,18 @@ class Owner:
         return self.processes == processes() and born(self.pid) != self.born
 
 
-def read_owner(bucket: Path) -> Owner | None:
+Folder = str | os.PathLike[str]
+
+
+def read_owner(bucket: Folder, files: Files = LOCAL) -> Owner | None:
     """The owner that the folder names, alive or not; None if there was none yet."""
     while True:
-        epoch = _largest(bucket / FOLDER)
+        epoch = _largest(bucket, files)
         if epoch is None:
             return None
-        file = bucket / FOLDER / str(epoch)
+        file = _file(bucket, epoch)
         try:
-            found = json.loads(file.read_bytes())
+            found = json.loads(files.read(file))
             return Owner(**{name: found[name] for name in Owner.__annotations__})
         except FileNotFoundError:
             continue  # removed, since there are later ones
@@ -77,9 +80,10 @@ def read_owner(bucket: Path) -> Owner | None:
 class Ownership:
     """This process's ownership of one bucket."""
 
-    def __init__(self, bucket: Path, owner: Owner, began: float) -> None:
+    def __init__(self, bucket: Folder, owner: Owner, began: float, files: Files = LOCAL) -> None:
         self.bucket = bucket
         self.owner = owner
+        self._files = files
         self._lock = threading.Lock()
         self._beaten = began
         self._lost = False
@@ -87,28 +91,24 @@ class Ownership:
 
     @staticmethod
     def take(
-        bucket: Path, after: int, incarnation: str, node: str, address: str
+        bucket: Folder,
+        after: int,
+        incarnation: str,
+        node: str,
+        address: str,
+        files: Files = LOCAL,
     ) -> Ownership | None:
         """Become the owner of the epoch after this one; None if somebody else did."""
         began = _now()
-        folder = bucket / FOLDER
-        folder.mkdir(parents=True, exist_ok=True)
         own = os.getpid()
         owner = Owner(after + 1, incarnation, node, address, 0, processes(), own, born(own))
-        draft = _write_draft(folder, owner, incarnation)
-        try:
-            # A link comes with its content, which a file that is opened exclusively does not.
-            os.link(draft, folder / str(owner.epoch))
-        except FileExistsError:
+        if not files.create(_file(bucket, owner.epoch), _content(owner)):
             return None
-        finally:
-            draft.unlink()
-        if _largest(folder) != owner.epoch:
+        if _largest(bucket, files) != owner.epoch:
             return None
-        for name in _epochs(folder):
-            if name <= after - KEPT:
-                (folder / str(name)).unlink(missing_ok=True)
-        return Ownership(bucket, owner, began)
+        old = [epoch for epoch in _epochs(bucket, files) if epoch <= after - KEPT]
+        files.remove([_file(bucket, epoch) for epoch in old])
+        return Ownership(bucket, owner, began, files)
 
     def beat(self) -> None:
         """Say that the owner lives. Raises StaleOwner if it was replaced."""
@@ -117,15 +117,14 @@ class Ownership:
 
     def _beat(self) -> None:
         began = _now()
-        if self._lost or _largest(self.bucket / FOLDER) != self.owner.epoch:
+        if self._lost or _largest(self.bucket, self._files) != self.owner.epoch:
             self._lost = True
             raise self._stale()
         self._write(replace(self.owner, count=self.owner.count + 1))
         self._beaten = began
 
     def _write(self, owner: Owner) -> None:
-        folder = self.bucket / FOLDER
-        _write_draft(folder, owner, self.owner.incarnation).replace(folder / str(owner.epoch))
+        self._files.replace(_file(self.bucket, owner.epoch), _content(owner))
         self.owner = owner
 
     def check(self) -> None:
@@ -145,7 +144,7 @@ class Ownership:
         """Leave the bucket to whoever wants it, without letting them wait."""
         self.given_up = True
         with self._lock:
-            if not self._lost and _largest(self.bucket / FOLDER) == self.owner.epoch:
+            if not self._lost and _largest(self.bucket, self._files) == self.owner.epoch:
                 self._lost = True
                 self._write(replace(self.owner, incarnation="", address=""))
             self._lost = True
@@ -161,8 +160,9 @@ class Ownership:
 class Watch:
     """Watches whether the owner of a bucket lives, by its count."""
 
-    def __init__(self, bucket: Path) -> None:
+    def __init__(self, bucket: Folder, files: Files = LOCAL) -> None:
         self.bucket = bucket
+        self._files = files
         self._seen: tuple[int, str, int] | None = None
         self._since = 0.0
         self.moves = False
@@ -170,7 +170,7 @@ class Watch:
 
     def dead(self) -> Owner | None:
         """The owner, if it may be replaced: it gave up, died, or has stood still for long."""
-        owner = read_owner(self.bucket)
+        owner = read_owner(self.bucket, self._files)
         if owner is None or not owner.incarnation or owner.is_dead:
             return owner or Owner(0, "", "", "")
         seen = owner.epoch, owner.incarnation, owner.count
@@ -188,7 +188,7 @@ def refuse_living_owner(place: Place) -> None:
     one of the two sees the other. Takes a moment if there is such an owner, and TAKEOVER_SECONDS if
     there is one that died.
     """
-    watch = Watch(Path(place.bucket))
+    watch = Watch(place.bucket)
     while (dead := watch.dead()) is None:
         if watch.moves:
             owner = read_owner(watch.bucket)
@@ -205,21 +205,21 @@ def refuse_living_owner(place: Place) -> None:
             taken.give_up()
 
 
-def _write_draft(folder: Path, owner: Owner, incarnation: str) -> Path:
-    draft = folder / f".{incarnation}-{owner.epoch}"
-    draft.write_text(json.dumps(asdict(owner)))
-    return draft
+def _file(bucket: Folder, epoch: int) -> str:
+    return os.path.join(bucket, FOLDER, str(epoch))
 
 
-def _largest(folder: Path) -> int | None:
-    return max(_epochs(folder), default=None)
+def _content(owner: Owner) -> bytes:
+    return json.dumps(asdict(owner)).encode()
 
 
-def _epochs(folder: Path) -> list[int]:
-    try:
-        return [int(name) for name in os.listdir(folder) if name.isdigit()]
-    except FileNotFoundError:
-        return []
+def _largest(bucket: Folder, files: Files) -> int | None:
+    return max(_epochs(bucket, files), default=None)
+
+
+def _epochs(bucket: Folder, files: Files) -> list[int]:
+    names = files.names(os.path.join(bucket, FOLDER))
+    return [int(name) for name in names if name.isdigit()]
 
 
 def _now() -> float:

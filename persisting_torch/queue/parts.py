@@ -10,6 +10,8 @@ from persisting_torch.queue.books import Books
 from persisting_torch.queue.buffer import Composed
 from persisting_torch.queue.clearing import remove_rows
 from persisting_torch.queue.commit import Committer
+from persisting_torch.queue.files import LOCAL
+from persisting_torch.queue.holding import HeldLedger, give_back, hold_of
 from persisting_torch.queue.late import LateBatch, LateFields
 from persisting_torch.queue.ledger import Ledger
 from persisting_torch.queue.locks import FileLock, Lock
@@ -50,7 +52,8 @@ class Parts:
     """The parts of one process's engine.
 
     shards are the buckets whose rows this process looks after. `tends_ledger`: whether it also
-    looks after the ledger. `local`: whether the queue belongs to this machine, not to a cluster.
+    looks after the ledger. `local`: whether the queue belongs to this machine, not to a cluster;
+    `leased`: whether the processes of this machine share it, each by a lease in the ledger.
     """
 
     ledger: Ledger
@@ -62,6 +65,7 @@ class Parts:
     upkeep_lock: Lock
     tends_ledger: bool = True
     local: bool = True
+    leased: bool = True
     router: Router | None = None
 
 
@@ -99,6 +103,8 @@ class Plain:
 
 def local_parts(place: Place, *, fsync: bool) -> Parts:
     """The parts for a queue that this machine has for itself."""
+    if place.files is not LOCAL:
+        return _held_parts(place)
     lock = FileLock(place.commit_lock)
     if place.writable:
         with lock:
@@ -135,6 +141,21 @@ def local_parts(place: Place, *, fsync: bool) -> Parts:
         shards=[Shard(ledger, books, committer) for committer in committers],
         upkeep_lock=upkeep_lock,
     )
+
+
+def _held_parts(place: Place) -> Parts:
+    """The parts for a queue in an object store, which this process has for itself."""
+    hold = hold_of(place)
+    try:
+        ledger = HeldLedger(hold)
+    except BaseException:
+        give_back(hold)
+        raise
+    books = Books(ledger)
+    late = LateFields(hold.late, hold.rows, books)
+    committer = Committer(ledger, books, hold.commit_lock, hold.rows, hold.late)
+    plain = Plain(ledger, books, hold.rows, late, committer)
+    return Parts(ledger, books, hold.rows, late, committer, [plain], hold.upkeep_lock, leased=False)
 
 
 def many_parts(

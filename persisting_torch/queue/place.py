@@ -1,4 +1,4 @@
-"""A queue's folder on disk: found, made, or refused with the reason."""
+"""A queue's folder on disk: found, made, or refused with the reason. For URLs see urls.py."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ import os
 import re
 import time
 import uuid
+from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from persisting_torch.errors import FormatError, PersistingError
+from persisting_torch.queue.files import LOCAL, Files
 from persisting_torch.queue.locks import FileLock
 from persisting_torch.queue.names import directory_name
+from persisting_torch.queue.objects import is_url
 
 FORMAT = 2
 MARK = "queue.json"
@@ -43,6 +46,7 @@ class Place:
     num_buckets: int = 1
     bucket_column: str | None = None
     storage: str = ""
+    files: Files = field(default=LOCAL, compare=False)
 
     def of_bucket(self, number: int) -> Place:
         """The place of another bucket of the queue."""
@@ -58,7 +62,7 @@ class Place:
 
     @property
     def ledger(self) -> str:
-        return os.path.join(self.bucket, "ledger.sqlite")
+        return os.path.join(self.bucket, "ledger.sqlite" if self.files is LOCAL else "ledger")
 
     @property
     def commit_lock(self) -> str:
@@ -84,7 +88,10 @@ class Split:
 
 
 def open_place(
-    queue: str, storage_path: str | os.PathLike[str], asked: Split | None = None
+    queue: str,
+    storage_path: str | os.PathLike[str],
+    asked: Split | None = None,
+    storage_options: Mapping[str, str] | None = None,
 ) -> Place:
     """The place of a queue's first bucket, made if it is not there yet.
 
@@ -92,11 +99,10 @@ def open_place(
     PersistingError where something else was asked for, or the place can neither be read nor made;
     FormatError where something else stands there or a later version wrote it.
     """
-    if re.match(r"\w[\w+.-]*:/", str(storage_path)):
-        raise PersistingError(
-            f"storage_path {str(storage_path)!r} of queue {queue!r} is a URL. A queue of this"
-            " version lives on a file system; give a local path."
-        )
+    if is_url(storage_path):
+        from persisting_torch.queue.urls import open_remote_place
+
+        return open_remote_place(queue, str(storage_path), asked, storage_options)
     root = Path(storage_path).expanduser().absolute() / directory_name(queue)
     try:
         if not root.exists():
@@ -138,8 +144,16 @@ def open_place(
     )
 
 
-def found_at(queue: str, storage_path: str | os.PathLike[str]) -> dict[str, Any] | None:
+def found_at(
+    queue: str,
+    storage_path: str | os.PathLike[str],
+    storage_options: Mapping[str, str] | None = None,
+) -> dict[str, Any] | None:
     """What the queue at this place says of itself; None if there is none here."""
+    if is_url(storage_path):
+        from persisting_torch.queue.urls import found_remotely
+
+        return found_remotely(queue, str(storage_path), storage_options)
     root = Path(storage_path).expanduser().absolute() / directory_name(queue)
     return _check(root, queue, None) if (root / MARK).exists() else None
 
@@ -172,38 +186,34 @@ def file_system(path: str) -> str:
     return ""
 
 
-def size_on_disk(path: str) -> int:
-    """Bytes of a file or of all files below a folder, while others may add and remove some."""
-    files = [os.path.join(where, name) for where, _, names in os.walk(path) for name in names]
-    return sum(map(_size_of_file, files or [path]))
-
-
-def _size_of_file(path: str) -> int:
-    try:
-        return os.stat(path).st_size
-    except FileNotFoundError:
-        return 0
-
-
 def _make(root: Path, queue: str, asked: Split | None) -> None:
     root.mkdir(parents=True, exist_ok=True)
     with closing(FileLock(str(root / MAKE_LOCK))) as lock, lock:
         mark = root / MARK
         if not mark.exists():
-            described = {"format": FORMAT, "name": queue, "created": time.time()}
-            if asked is not None and asked.distributed:
-                described["num_buckets"] = asked.num_buckets or DEFAULT_BUCKETS
-                described["storage"] = uuid.uuid4().hex
-                if asked.part:
-                    described["part"] = True
-                if asked.bucket_column is not None:
-                    described["bucket_column"] = asked.bucket_column
-            _write_mark(mark, described)
+            _write_mark(mark, new_mark(queue, asked))
+
+
+def new_mark(queue: str, asked: Split | None) -> dict[str, Any]:
+    """What a queue that is made now says of itself."""
+    described: dict[str, Any] = {"format": FORMAT, "name": queue, "created": time.time()}
+    if asked is not None and asked.distributed:
+        described["num_buckets"] = asked.num_buckets or DEFAULT_BUCKETS
+        described["storage"] = uuid.uuid4().hex
+        if asked.part:
+            described["part"] = True
+        if asked.bucket_column is not None:
+            described["bucket_column"] = asked.bucket_column
+    return described
+
+
+def mark_text(described: dict[str, Any]) -> str:
+    return json.dumps(described) + "\n"
 
 
 def _write_mark(mark: Path, described: dict[str, Any]) -> None:
     draft = mark.with_name(f".{MARK}")
-    draft.write_text(json.dumps(described) + "\n")
+    draft.write_text(mark_text(described))
     draft.replace(mark)
 
 
@@ -225,12 +235,17 @@ def _check(root: Path, queue: str, asked: Split | None) -> dict[str, Any]:
             f"queue {queue!r} cannot be opened: {root} is a folder that holds other things and"
             f" no {MARK}, so it is no queue. Choose another name or storage_path."
         )
+    return read_mark(mark.read_bytes(), str(root), queue, asked)
+
+
+def read_mark(content: bytes, root: str, queue: str, asked: Split | None) -> dict[str, Any]:
+    """What a queue's mark says; FormatError where that is not what is to be opened."""
     try:
-        described: dict[str, Any] = json.loads(mark.read_text())
+        described: dict[str, Any] = json.loads(content)
         version, name = int(described["format"]), described["name"]
     except (ValueError, KeyError, TypeError) as error:
         raise FormatError(
-            f"queue {queue!r} cannot be opened: {mark} is damaged ({error}). It should read"
+            f"queue {queue!r} cannot be opened: {root}/{MARK} is damaged ({error}). It should read"
             f' {{"format": {FORMAT}, "name": {json.dumps(queue)}}}.'
         ) from error
     if version > FORMAT:

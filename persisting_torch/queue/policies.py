@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from persisting_torch.errors import WaitTimeout
+from persisting_torch.errors import PersistingError, WaitTimeout
 from persisting_torch.queue.names import directory_name
+from persisting_torch.queue.objects import is_url
 
 if TYPE_CHECKING:
     from persisting_torch.queue.queue import Queue
@@ -133,9 +134,20 @@ def policy(queue: Queue | str, storage_path: str | os.PathLike[str] = "./data") 
     None
     """
     if isinstance(queue, str):
+        policy_folder(os.fspath(storage_path))
         root = Path(storage_path).expanduser().absolute() / directory_name(queue)
         return Policy(queue, root / FOLDER)
-    return Policy(queue.name, Path(queue.engine.place.root) / FOLDER)
+    return Policy(queue.name, policy_folder(queue.engine.place.root))
+
+
+def policy_folder(root: str) -> Path:
+    """Where the policy of the queue at this place is published."""
+    if is_url(root):
+        raise PersistingError(
+            f"the policy of the queue at {root} cannot be published beside it: policies are files."
+            " Publish it with a queue on a file system that trainer and workers see."
+        )
+    return Path(root) / FOLDER
 
 
 def publish(folder: Path, state: Mapping[str, Any], version: int, *, keep: int = 2) -> Announcement:

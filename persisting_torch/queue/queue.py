@@ -74,8 +74,13 @@ class Queue(Partitions):
         were put so many seconds ago. It is stored with the queue, for all processes; None leaves it
         as it is stored ("all" at first). In a partition that no task has taken from all is kept.
 
+    storage_path: a folder, or s3://bucket/folder for an object store, which one process at a time
+        may use (docs/queue.md).
+    storage_options: how to reach the object store, as Lance has it: aws_access_key_id,
+        aws_secret_access_key, aws_region, aws_endpoint, allow_http. The environment says the rest.
+
     Raises FormatError where something else stands at its path, BucketUnavailable where another
-    host has it open, PersistingError where the path cannot be used.
+    host (of an object store: process) has it open, PersistingError where the path cannot be used.
 
     >>> import asyncio, tempfile
     >>> async def main():
@@ -115,11 +120,13 @@ class Queue(Partitions):
             num_buckets,
             bucket_column,
             storage_options,
+            storage_path,
         )
         pace = Pace(capacity, samples_per_insert, when_full, put_timeout)
         pace.check(name)
         self.name = name
         self.storage_path = os.fspath(storage_path)
+        self.storage_options = storage_options
         self.allow_pickle = allow_pickle
         self.zerocopy_mode = zerocopy_mode
         options: dict[str, Any] = {
@@ -137,7 +144,7 @@ class Queue(Partitions):
         self.engine: Engine = (
             open_distributed(name, storage_path, split, **options)
             if distributed
-            else Engine(open_place(name, storage_path, split), **options)
+            else Engine(open_place(name, storage_path, split, storage_options), **options)
         )
         self.num_buckets = self.engine.place.num_buckets
         self.bucket_column = self.engine.place.bucket_column

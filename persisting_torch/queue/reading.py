@@ -55,8 +55,8 @@ class Opened:
 class Reader:
     """Reads rows of one dataset, whichever way is the fastest. Thread safe."""
 
-    def __init__(self, folder: str) -> None:
-        self._cache = BlockCache(folder)
+    def __init__(self, folder: str, options: dict[str, str] | None = None) -> None:
+        self._cache = BlockCache(folder, options)
         self._layouts: tuple[FragmentTable | None, dict[tuple[str, ...], Layout]] = (None, {})
         self._recent: deque[dict[BlockKey, int]] = deque(maxlen=HISTORY)  # blocks, their bytes
         self._ends: deque[int] = deque(maxlen=HISTORY)  # row ids after the long runs

@@ -11,7 +11,6 @@ from persisting_torch.queue.books import LateRun
 from persisting_torch.queue.clearing import deleted
 from persisting_torch.queue.gone import present_between
 from persisting_torch.queue.pacing import puts_wait
-from persisting_torch.queue.place import size_on_disk
 from persisting_torch.queue.registry import Registered
 
 if TYPE_CHECKING:
@@ -50,11 +49,11 @@ def stats(engine: Engine) -> dict[str, Any]:
             "retention": str(books.retention).strip("'"),
             "storage": {
                 "bytes": sum(
-                    size_on_disk(engine.place.of_bucket(number).bucket)
+                    engine.place.files.size(engine.place.of_bucket(number).bucket)
                     for number in range(engine.place.num_buckets)
                 ),
                 "ledger_bytes": sum(
-                    size_on_disk(engine.place.ledger + end) for end in ("", "-wal")
+                    engine.place.files.size(engine.place.ledger + end) for end in ("", "-wal")
                 ),
                 "fragments": engine.rows.fragments if engine.rows.exists() else 0,
                 "versions": engine.rows.versions if engine.rows.exists() else 0,

@@ -22,6 +22,7 @@ import pyarrow as pa
 from lance import LanceOperation
 from lance.fragment import FragmentMetadata, LanceFragment, write_fragments
 
+from persisting_torch.queue.files import LOCAL, Files
 from persisting_torch.queue.fragments import FragmentTable
 from persisting_torch.queue.reading import Reader
 
@@ -48,13 +49,19 @@ class RowStore:
     and delete only while holding the lock under which all processes commit to this dataset.
     """
 
-    def __init__(self, path: str, *, fsync: bool = False) -> None:
+    def __init__(
+        self, path: str, *, fsync: bool = False, files: Files = LOCAL, alone: bool = False
+    ) -> None:
         """Opens nothing; the dataset may not exist yet.
 
-        With fsync, what append and delete committed is on the disk when they return.
+        With fsync, what append and delete committed is on the disk when they return. `alone`: all
+        commits are made through this store, so there are no newer versions to look for.
         """
         self.path = path
         self.fsync = fsync
+        self.files = files
+        self._alone = alone
+        self._looked = False
         self._snapshot: Snapshot | None = None
         self._tables: FragmentTable | None = None  # of the newest version that was read
         self._lock = threading.RLock()
@@ -73,6 +80,9 @@ class RowStore:
     def refresh(self) -> int:
         """Move to the newest version and return it; cheap when nothing changed."""
         with self._lock:
+            if self._alone and self._looked:
+                return self.version
+            self._looked = True
             if self._snapshot is None:
                 if self.versions:
                     self._install(self._open())
@@ -198,7 +208,7 @@ class RowStore:
 
     @cached_property
     def _reader(self) -> Reader:
-        return Reader(os.path.join(self.path, "data"))
+        return Reader(os.path.join(self.path, "data"), self.files.options)
 
     @property
     def fragments(self) -> int:
@@ -208,10 +218,7 @@ class RowStore:
     @property
     def versions(self) -> int:
         """Number of versions on disk."""
-        try:
-            names = os.listdir(os.path.join(self.path, "_versions"))
-        except FileNotFoundError:
-            return 0
+        names = self.files.names(os.path.join(self.path, "_versions"))
         return sum(name.endswith(".manifest") for name in names)
 
     def commit(
@@ -252,6 +259,7 @@ class RowStore:
             mode="create",
             enable_stable_row_ids=True,
             data_storage_version=FILE_FORMAT,
+            storage_options=self.files.options,
         )
         if self.fsync:
             self._sync("", "..")
@@ -259,7 +267,15 @@ class RowStore:
 
     def _open(self) -> lance.LanceDataset:
         # Lance would keep something of every version that there ever was, up to a gigabyte.
-        return lance.dataset(self.path, metadata_cache_size_bytes=METADATA_BYTES)
+        return lance.dataset(
+            self.path,
+            metadata_cache_size_bytes=METADATA_BYTES,
+            storage_options=self.files.options,
+        )
+
+    def discard(self, files: Sequence[str]) -> None:
+        """Delete files that were written in vain; they are relative to the dataset."""
+        self.files.remove([os.path.join(self.path, file) for file in files])
 
     def add_columns(self, schema: pa.Schema) -> None:
         """Add the columns that the dataset lacks, empty. The caller holds the commit lock."""

@@ -8,7 +8,6 @@ only if nothing happened to their sources meanwhile, one commit puts them in pla
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -64,8 +63,7 @@ def compact(store: RowStore, lock: AbstractContextManager[object]) -> bool:
     with lock:
         done = _replace(store, merges)
     if not done:
-        for file in data_files([part for merge in merges for part in merge.written]):
-            os.unlink(os.path.join(store.path, file))
+        store.discard(data_files([part for merge in merges for part in merge.written]))
     return done
 
 

@@ -257,11 +257,11 @@ def test_a_file_on_the_way_is_refused(tmp_path: Path, below: str):
 
 
 @pytest.mark.parametrize(
-    "url", ["s3://bucket/data", "gs://x", "hdfs://name:9000/x", Path("s3://b")]
+    "url", ["s3://", "s3://bucket/a?b", "gs://x", "hdfs://name:9000/x", Path("s3://b")]
 )
 def test_a_url_is_refused(tmp_path: Path, url, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(PersistingError, match=r"(s3|gs|hdfs):/.* is a URL.*give a local path"):
+    with pytest.raises(PersistingError, match=r"(s3|gs|hdfs):/.* is a URL.*Give a local path"):
         Queue("q", url)
     assert not list(tmp_path.iterdir())
 

@@ -1,0 +1,169 @@
+"""Objects of a bucket of an object store as files, each made or replaced by one request."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from persisting_torch.errors import PersistingError
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+SCHEMES = ("s3",)
+RETRIES = 3
+RETRY_SECONDS = 10.0
+CLIENT = {"timeout": "20s", "connect_timeout": "5s"}  # of one request, unless options say so
+OF_CLIENT = frozenset(CLIENT) | {
+    "allow_http",
+    "allow_invalid_certificates",
+    "proxy_ca_certificate",
+    "proxy_url",
+    "user_agent",
+}
+OF_LANCE = frozenset({"client_max_retries", "client_retry_timeout", "download_retry_count"})
+
+
+def is_url(path: object) -> bool:
+    return re.match(r"\w[\w+.-]*:/", str(path)) is not None
+
+
+class ObjectFiles:
+    """What lies under a URL such as s3://bucket/folder; paths are URLs that begin with it.
+
+    `options` are Lance's storage_options: aws_access_key_id, aws_secret_access_key, aws_region,
+    aws_endpoint, allow_http, ...; what they do not say comes from the environment.
+    """
+
+    def __init__(self, root: str, options: Mapping[str, str] | None = None) -> None:
+        """Asks for nothing yet. Raises PersistingError for options that mean nothing."""
+        self.root = root
+        self.options: dict[str, str] | None = dict(options or {})
+        self._store = _open(root, self.options)
+
+    def exists(self, path: str) -> bool:
+        return bool(self._listed(path)["objects"]) or bool(self.names(path))
+
+    def names(self, folder: str) -> list[str]:
+        found = self._listed(f"{folder}/")
+        below = [str(entry["path"]) for entry in found["objects"]] + found["common_prefixes"]
+        return [path.rstrip("/").rpartition("/")[2] for path in below]
+
+    def _listed(self, path: str) -> Any:
+        import obstore
+
+        with self._errors():
+            return obstore.list_with_delimiter(self._store, self._key(path))
+
+    def read(self, path: str) -> bytes:
+        import obstore
+
+        with self._errors():
+            return bytes(obstore.get(self._store, self._key(path)).bytes())
+
+    def create(self, path: str, content: bytes) -> bool:
+        import obstore
+        from obstore.exceptions import AlreadyExistsError
+
+        with self._errors():
+            try:
+                # One request: parts of an upload could not be conditional together.
+                obstore.put(
+                    self._store, self._key(path), content, mode="create", use_multipart=False
+                )
+            except AlreadyExistsError:
+                # Perhaps by this very request, sent again for want of an answer.
+                return self.read(path) == content
+        return True
+
+    def replace(self, path: str, content: bytes) -> None:
+        import obstore
+
+        with self._errors():
+            obstore.put(self._store, self._key(path), content)
+
+    def remove(self, paths: Iterable[str]) -> None:
+        import obstore
+
+        with self._errors():
+            obstore.delete(self._store, [self._key(path) for path in paths])
+
+    def size(self, path: str) -> int:
+        import obstore
+
+        with self._errors():
+            listed = obstore.list(self._store, self._key(path))
+            return sum(int(entry["size"]) for entries in listed for entry in entries)
+
+    def _key(self, path: str) -> str:
+        if not path.startswith(self.root):
+            raise ValueError(f"{path} is not under {self.root}")
+        return path[len(self.root) :].lstrip("/")
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Say what went wrong as an OSError, in a line."""
+        from obstore.exceptions import (
+            BaseError,
+            PermissionDeniedError,
+            UnauthenticatedError,
+        )
+
+        try:
+            yield
+        except FileNotFoundError as error:
+            if "NoSuchBucket" in str(error):
+                raise OSError(self._no_bucket()) from error
+            raise FileNotFoundError(_line(error)) from error
+        except (PermissionDeniedError, UnauthenticatedError) as error:
+            raise PermissionError(_line(error)) from error
+        except BaseError as error:
+            raise OSError(
+                self._no_bucket() if "NoSuchBucket" in str(error) else _line(error)
+            ) from error
+
+    def _no_bucket(self) -> str:
+        return f"there is no bucket {self.root.split('/')[2]!r}"
+
+
+def _open(root: str, options: dict[str, str]) -> ObjectStore:
+    try:
+        from obstore.exceptions import BaseError
+        from obstore.store import from_url
+    except ImportError as error:
+        raise PersistingError(
+            f"{root} is in an object store, for which the package obstore is needed. Install it"
+            " with pip install 'persisting_torch[s3]'."
+        ) from error
+    known = {name: value for name, value in options.items() if name not in OF_LANCE}
+    client = CLIENT | {name: value for name, value in known.items() if name in OF_CLIENT}
+    if "AWS_ALLOW_HTTP" in os.environ:  # which obstore does not look at, but Lance does
+        client.setdefault("allow_http", os.environ["AWS_ALLOW_HTTP"])
+    try:
+        return from_url(
+            root,
+            config={name: value for name, value in known.items() if name not in OF_CLIENT},
+            client_options=client,
+            retry_config={
+                "max_retries": RETRIES,
+                "retry_timeout": timedelta(seconds=RETRY_SECONDS),
+            },
+        )
+    except (BaseError, ValueError, TypeError) as error:
+        raise PersistingError(
+            f"{root} cannot be reached with these storage_options: {_line(error)}. They are those"
+            " of Lance: aws_access_key_id, aws_secret_access_key, aws_region, aws_endpoint,"
+            " allow_http."
+        ) from error
+
+
+def _line(error: BaseException) -> str:
+    """The first line of an error, without the debug output that follows it."""
+    said = str(error).partition("\n\nDebug source")[0]
+    code = re.search(r"<Code>(\w+)</Code>.*?<Message>(.*?)</Message>", said, re.DOTALL)
+    said = said.partition(": <?xml")[0].partition("\n")[0]
+    return f"{said} ({code[1]}: {code[2]})" if code else said
