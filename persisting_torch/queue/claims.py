@@ -85,14 +85,17 @@ class Claims:
                 number = self.books.task_id(tx, task, partition)
                 dropped = look.enter(tx, number)
                 taken = set_of(consumed) | dropped
+                leased = set_of(sampled) & taken & view.available
                 if producer is not None and place is None:
-                    producer.lease(tx, number, set_of(sampled) & taken & view.available)
+                    producer.lease(tx, number, leased)
                 seq = take(tx, number, taken)
                 if place is not None and (sampled or consumed):
                     tx.execute(
                         "INSERT INTO rank_batches VALUES (?, ?, ?, ?, ?, ?)",
                         (number, *place, *pack_list(sampled)),
                     )
+            if producer is not None and place is None:
+                producer.hold(number, leased)
             if not dropped:
                 self.books.note_claim(task, partition, taken, seq)
             return sampled

@@ -70,8 +70,12 @@ class Producer:
                 " this producer block, or begin one with another name."
             )
         leases.lease(tx, task, self.name, members)
-        self.held.setdefault(task, BitMap64()).update(members)
-        self.lost -= members
+
+    def hold(self, task: int, members: BitMap64) -> None:
+        """Know of a lease, now that it is committed."""
+        if not self.ended:
+            self.held.setdefault(task, BitMap64()).update(members)
+            self.lost -= members
 
     def beat(self, tx: sqlite3.Connection) -> None:
         """Say that it lives. Where it was held to be dead meanwhile, its leases are lost."""
