@@ -142,8 +142,8 @@ class Pulsing:
         return reply[1]
 
 
-def queue_of(num_buckets: int = 1) -> Queue:
-    return Queue(next(_names), FOLDER, num_buckets=num_buckets, batch_size=100)
+def queue_of(num_buckets: int = 1, batch_size: int = 100) -> Queue:
+    return Queue(next(_names), FOLDER, num_buckets=num_buckets, batch_size=batch_size)
 
 
 def far(queue: Queue) -> None:
@@ -196,12 +196,18 @@ def take(queue: Queue, size: int) -> None:
 def puts() -> list[dict[str, Any]]:
     """put through a remote bucket, durable, against a plain Flight put into memory (goal: 0.7)"""
     rows = []
-    with nodes(1) as seed, process("flight") as server, process("holder", seed):
-        plain, pulsing = Plain(server), Pulsing()
+    with (
+        nodes(1) as seed,
+        process("flight") as server,
+        process("lance", str(FOLDER)) as appends,
+        process("holder", seed),
+    ):
+        plain, durable, pulsing = Plain(server), Plain(appends), Pulsing()
         for name, size in SHAPES.items():
-            queue, given, table = queue_of(), batch(max(size, 100)), table_of(size)
+            queue, given, table = queue_of(batch_size=size), batch(size), table_of(size)
             payload = bytes(size * TOKENS * 8)
-            plain.put(table)
+            for work in (plain.put, durable.put):
+                work(table)
             queue.sync.put(given)
             times = in_turn(
                 runs(9 if size > 1000 else 25),
@@ -209,8 +215,14 @@ def puts() -> list[dict[str, Any]]:
                 lambda q=queue, b=given: seconds(lambda: q.sync.put(b)),
                 lambda: float("nan"),
                 lambda p=payload: seconds(lambda: pulsing.ask(("put", p))),
+                lambda t=table: seconds(lambda: durable.put(t)),
             )
-            rows.append(compared(name, times))
+            row = compared(name, times[:4])
+            row |= {
+                "Flight into Lance ms": times[4] * 1e3,
+                "into Lance / ours": times[4] / times[1],
+            }
+            rows.append(row)
             queue.close()
     return rows
 

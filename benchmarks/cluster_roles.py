@@ -3,6 +3,7 @@
 node     owns buckets
 holder   a member that owns none, with an actor that sends and takes bytes: Pulsing's own transport
 flight   a plain Arrow Flight server that keeps in memory what it is given, and sends it
+lance    one that appends what it is given to a Lance dataset; the folder stands for the seed
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import asyncio
 import sys
 from typing import Any
 
+import lance
 import pyarrow as pa
 import pyarrow.flight as flight
 
@@ -63,9 +65,24 @@ class Memory(flight.FlightServerBase):
         return flight.RecordBatchStream(self.table)
 
 
+class Appends(flight.FlightServerBase):
+    """Appends what is put to a Lance dataset, as plainly as can be."""
+
+    def __init__(self, address: str, folder: str) -> None:
+        super().__init__(f"grpc://{address}")
+        self.path = f"{folder}/plain-{address.rpartition(':')[2]}.lance"
+
+    def do_put(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
+        given = reader.read_all()
+        # Copied, since Lance does not take buffers at odd addresses, where Flight may put them.
+        columns = [pa.concat_arrays(column.chunks) for column in given.columns]
+        table = pa.Table.from_arrays(columns, schema=given.schema)
+        lance.write_dataset(table, self.path, mode="append")
+
+
 def main(role: str, address: str, *seeds: str) -> None:
-    if role == "flight":
-        server = Memory(f"grpc://{address}")
+    if role in ("flight", "lance"):
+        server = Memory(f"grpc://{address}") if role == "flight" else Appends(address, *seeds)
         print("ready", flush=True)
         server.serve()
     else:
