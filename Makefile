@@ -39,7 +39,7 @@ test: $(INSTALLED) ## all tests but the slow ones, and but those of `make check`
 slow: $(INSTALLED) ## the tests that need minutes, kill tests among them
 	$(RUN) -m pytest -m "slow and not soak" $(PYTEST_ARGS)
 
-soak: $(INSTALLED) ## further kill tests of the cluster, at more moments and at random; not part of CI
+soak: $(INSTALLED) ## further kill tests, at more moments and at random; not part of CI
 	$(RUN) -m pytest -m soak $(PYTEST_ARGS)
 
 check: $(INSTALLED) ## lint, format, types, one-way imports, code blocks of README and docs

@@ -41,7 +41,7 @@ def path(tmp_path: Path) -> str:
 @pytest.mark.parametrize(
     ("moment", "bucket"),
     [
-        ("after rows were committed", 1),
+        pytest.param("after rows were committed", 1, marks=pytest.mark.soak),
         ("before a commit of a claim is answered", 0),
         pytest.param("before rows are committed", 0, marks=pytest.mark.soak),
         pytest.param("before rows are entered", 1, marks=pytest.mark.soak),
@@ -72,6 +72,7 @@ def test_an_answer_that_has_become_old_is_not_given(nodes: Cluster, path: str) -
     workers.end()
 
 
+@pytest.mark.soak
 def test_an_owner_that_stands_still_amid_a_commit_is_waited_for(nodes: Cluster, path: str) -> None:
     """It has the ledger locked, so that nobody can take its place; it loses nothing either."""
     nodes.grow(2)
@@ -115,6 +116,7 @@ def test_what_a_killed_producer_had_claimed_comes_back(nodes: Cluster, path: str
     assert time.monotonic() - began < 25
 
 
+@pytest.mark.soak
 def test_rows_of_a_halted_owner_whose_storage_nobody_sees_are_given_up_in_time(
     tmp_path: Path,
 ) -> None:
@@ -175,6 +177,7 @@ def test_a_trainer_notices_no_death_of_nodes(nodes: Cluster, path: str) -> None:
     assert_each_sample_once(nodes, story)
 
 
+@pytest.mark.soak
 def test_a_trainer_that_is_killed_with_a_node_goes_on_from_its_checkpoint(
     nodes: Cluster, path: str
 ) -> None:
@@ -230,6 +233,7 @@ def test_ranks_go_on_while_nodes_die_and_others_go_on_where_they_stopped(
 # A network in parts
 
 
+@pytest.mark.soak
 def test_an_owner_apart_from_network_and_storage_writes_nothing_and_comes_back(path: str) -> None:
     with Network() as nodes:
         nodes.grow(2)

@@ -565,7 +565,9 @@ class Overwriting:
         return value == least or (value > least and index in self.said.get(value, ()))
 
 
-@pytest.mark.parametrize("kills", [20, pytest.param(120, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kills", [20, pytest.param(120, marks=[pytest.mark.slow, pytest.mark.soak])]
+)
 def test_writers_and_folds_killed_at_random_lose_no_late_value(tmp_path: Path, kills: int):
     chance = random.Random(kills)
     fields = [Overwriting("a"), Overwriting("b")]
