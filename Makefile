@@ -10,6 +10,16 @@ BENCH_ARGS ?=
 .DEFAULT_GOAL := help
 .PHONY: help install demo cluster-demo rl test slow soak check format bench clean
 
+# The tests of the cluster mostly wait for processes, so they run beside the others; their output comes
+# last. Where PYTEST_ARGS leave nothing of one half (status 5), the other decides.
+define both
+	@log=$$(mktemp); \
+	$(RUN) -m pytest -m "$(1)" tests/cluster $(PYTEST_ARGS) > $$log 2>&1 & beside=$$!; \
+	$(RUN) -m pytest -m "$(1)" --ignore=tests/house --ignore=tests/cluster $(PYTEST_ARGS); main=$$?; \
+	wait $$beside; beside=$$?; cat $$log; rm -f $$log; \
+	test $$main = 5 && exit $$beside; test $$beside = 5 && exit $$main; exit $$((main + beside))
+endef
+
 help: ## say what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 	@echo "  PYTHON=python3.12 chooses the interpreter, PYTEST_ARGS and BENCH_ARGS are passed on"
@@ -34,10 +44,10 @@ rl: $(INSTALLED) ## the two GRPO examples to their thresholds, every process kil
 	$(RUN) examples/grpo/cartpole.py
 
 test: $(INSTALLED) ## all tests but the slow ones, and but those of `make check`
-	$(RUN) -m pytest -m "not slow" --ignore=tests/house $(PYTEST_ARGS)
+	$(call both,not slow)
 
 slow: $(INSTALLED) ## the tests that need minutes, kill tests among them
-	$(RUN) -m pytest -m "slow and not soak" $(PYTEST_ARGS)
+	$(call both,slow and not soak)
 
 soak: $(INSTALLED) ## further kill tests, at more moments and at random; not part of CI
 	$(RUN) -m pytest -m soak $(PYTEST_ARGS)

@@ -593,6 +593,8 @@ class Leases(RuleBasedStateMachine):
         for members in (self.available, self.held[0], self.held[1]):
             members -= chosen
         self.done |= chosen
+        # Who says that it is consumed has no lease of it to lose, whether it knew of the loss or not.
+        self.stale[at] -= chosen
 
     @invariant()
     def every_sample_is_done_or_leased_or_available(self) -> None:
