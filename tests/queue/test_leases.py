@@ -593,7 +593,7 @@ class Leases(RuleBasedStateMachine):
         for members in (self.available, self.held[0], self.held[1]):
             members -= chosen
         self.done |= chosen
-        # Who says that it is consumed has no lease of it to lose, whether it knew of the loss or not.
+        # Who says that it is consumed has no lease of it to lose, whether it knew of that or not.
         self.stale[at] -= chosen
 
     @invariant()
