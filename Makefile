@@ -10,11 +10,15 @@ BENCH_ARGS ?=
 .DEFAULT_GOAL := help
 .PHONY: help install demo cluster-demo rl test slow soak check format bench clean
 
-# The tests of the cluster mostly wait for processes, so they run beside the others; their output comes
-# last. Where PYTEST_ARGS leave nothing of one half (status 5), the other decides.
+# The tests of the cluster mostly wait for processes, so they run beside the others; their output
+# comes last. A shell lets what it starts so ignore Ctrl-C, which some of them send. Where PYTEST_ARGS
+# leave nothing of one half (status 5), the other decides.
+HEARS_SIGINT := import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); \
+	os.execv(sys.executable, [sys.executable, '-m', 'pytest', *sys.argv[1:]])
+
 define both
 	@log=$$(mktemp); \
-	$(RUN) -m pytest -m "$(1)" tests/cluster $(PYTEST_ARGS) > $$log 2>&1 & beside=$$!; \
+	$(RUN) -c "$(HEARS_SIGINT)" -m "$(1)" tests/cluster $(PYTEST_ARGS) > $$log 2>&1 & beside=$$!; \
 	$(RUN) -m pytest -m "$(1)" --ignore=tests/house --ignore=tests/cluster $(PYTEST_ARGS); main=$$?; \
 	wait $$beside; beside=$$?; cat $$log; rm -f $$log; \
 	test $$main = 5 && exit $$beside; test $$beside = 5 && exit $$main; exit $$((main + beside))
