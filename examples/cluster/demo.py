@@ -53,7 +53,8 @@ class Crew:
         self.members[name] = subprocess.Popen(
             [sys.executable, *map(str, command)],
             stdout=self._writes,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            # With PYTHONUNBUFFERED a line is written in two pieces, and those of two processes mix.
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""},
             preexec_fn=end_with_parent if sys.platform == "linux" else None,
         )
 
