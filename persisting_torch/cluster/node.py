@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 import uuid
@@ -296,8 +295,3 @@ class Node:
             finally:
                 held.ownership.give_up()
                 kept.held = None
-
-
-def node_name(host: str, port: int) -> str:
-    """A name that is the same when the node is started again on the same port."""
-    return f"{host}:{port}" if port else f"{host}:{os.getpid()}"

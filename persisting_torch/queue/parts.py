@@ -7,44 +7,32 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from persisting_torch.queue.books import Books
-from persisting_torch.queue.buffer import Composed
 from persisting_torch.queue.clearing import remove_rows
 from persisting_torch.queue.commit import Committer
 from persisting_torch.queue.files import LOCAL
 from persisting_torch.queue.holding import HeldLedger, give_back, hold_of
-from persisting_torch.queue.late import LateBatch, LateFields
+from persisting_torch.queue.late import LateFields
 from persisting_torch.queue.ledger import Ledger
 from persisting_torch.queue.locks import FileLock, Lock
 from persisting_torch.queue.place import Place
 from persisting_torch.queue.runs import Int64s
 from persisting_torch.queue.shard import Shard, remove_strays
-from persisting_torch.queue.shards import BucketCommitter, ManyCommitter, Router
+from persisting_torch.queue.shards import Appender, BucketCommitter, ManyCommitter, Router
 from persisting_torch.queue.storage import RowStore
 from persisting_torch.queue.stores import ManyStores, Store
 
 if TYPE_CHECKING:
-    from persisting_torch.queue.producers import Finishing
+    pass
 
 
-class Puts(Protocol):
+class Puts(Appender, Protocol):
     """Commits what is put: to one bucket, or to many."""
 
     lock: Lock
-    writer: str
     ledger: Ledger
     books: Books
 
     def recover(self) -> bool: ...
-
-    def append(self, composed: Composed) -> None: ...
-
-    def append_late(
-        self,
-        late: LateBatch,
-        partition: str,
-        keys: list[tuple[str, str, int, str | None]],
-        finishing: Finishing,
-    ) -> int: ...
 
 
 @dataclass
@@ -166,7 +154,7 @@ def many_parts(
     *,
     rows: Sequence[Store],
     late: Sequence[Store],
-    appenders: Sequence[Any],
+    appenders: Sequence[Appender],
     shards: Sequence[Shard],
     upkeep_lock: Lock,
     tends_ledger: bool = True,
