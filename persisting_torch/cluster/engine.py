@@ -225,6 +225,20 @@ class BucketStorage:
         except PersistingError:
             return  # whoever asks for rows is told
 
+    def settle(self, limit: float) -> bool:
+        """Let puts, upkeep and transactions under way end, and begin none; see Service.
+
+        With the ledger, False while somebody has the queue alone.
+        """
+        if self._ledger is not None and not self._ledger.have_alone(limit):
+            return False
+        with self._opening:
+            if self._rows is not None:
+                self._rows.settle(limit)
+        if self._ledger is not None:
+            self._ledger.have_turn(limit)  # or whoever has it tries again elsewhere
+        return True
+
     def close(self) -> None:
         """Write what there is to write, and end."""
         with self._opening:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import pyarrow as pa
 
 from persisting_torch.cluster.finder import Member
+from persisting_torch.cluster.moving import Mover, owner_seen
 from persisting_torch.cluster.plane import Peer, Server, waiting
 from persisting_torch.cluster.secret import Credentials
 from persisting_torch.cluster.wire import Message
@@ -29,6 +30,7 @@ OPENING_SECONDS = 1.0  # for which whoever asks for an owner waits; then it asks
 AGAIN_SECONDS = 1.0
 END_SECONDS = 5.0
 KNOWS_SECONDS = 0.5
+SETTLE_SECONDS = 2.0
 
 Answer = tuple[Message, "pa.Table | None"]
 
@@ -48,6 +50,9 @@ class Service(Protocol):
     """What answers for one bucket that this process owns."""
 
     def answer(self, request: Message, table: pa.Table | None, /) -> Answer: ...
+
+    def settle(self, limit: float) -> bool:
+        """Let what is under way end, since `close` follows; False if that takes longer."""
 
     def close(self) -> None:
         """Write what there is to write, and end."""
@@ -101,6 +106,7 @@ class Node:
         self._end = threading.Lock()
         self._end.acquire()
         self.server = Server(host, self.answer, credentials)
+        self._mover = Mover(self, credentials)
         self._keeper = Background(self._keep)
 
     @property
@@ -119,6 +125,10 @@ class Node:
         if header["op"] == "knows":
             known = found_at(key.queue, key.storage_path) is not None
             return Message({"known": known}), None
+        if header["op"] == "sees":
+            if self._closing:
+                raise BucketUnavailable(f"{self.name} is closing.")
+            return Message({"incarnation": owner_seen(key)}), None
         if header["op"] == "where":
             return self._where(key, header.get("split")), None
         kept = self._kept.get(key)
@@ -248,6 +258,7 @@ class Node:
                         self._drop(kept, held)
                 except (OSError, PersistingError) as error:
                     log.warning("%s: %s", key, error)
+            self._mover.look()
 
     @staticmethod
     def _drop(kept: Keeping, held: Held | None) -> None:
@@ -267,13 +278,15 @@ class Node:
         if self._closing:
             return
         self._closing = True
+        self._mover.end(END_SECONDS)
         troubles: list[BaseException] = []
         # The ledger last: the other buckets of a queue may still have something to enter there.
         for key in sorted(self._kept, key=lambda key: -key.bucket):
-            try:
-                self._leave(self._kept[key])
-            except Exception as error:
-                troubles.append(error)
+            for end in (self._settle, self._leave):
+                try:
+                    end(self._kept[key])
+                except Exception as error:
+                    troubles.append(error)
         self._end.release()
         self._keeper.join(END_SECONDS)
         self.server.close()
@@ -281,11 +294,18 @@ class Node:
             raise troubles[0]
 
     @staticmethod
-    def _leave(kept: Keeping) -> None:
+    def _settle(kept: Keeping) -> bool:
+        """Let what is under way in a bucket end; False if it is to stay as it is for now."""
         with kept.lock:
             opening = kept.opening
         if opening is not None:
             opening.join(END_SECONDS)
+        held = kept.held
+        return bool(held and held.service and held.service.settle(SETTLE_SECONDS))
+
+    @staticmethod
+    def _leave(kept: Keeping, away: float = 0.0) -> None:
+        """Close a bucket and give it up; it is not taken back for `away` seconds."""
         held = kept.held
         if held is not None:
             service, held.service = held.service, None
@@ -293,5 +313,34 @@ class Node:
                 if service is not None:
                     service.close()
             finally:
+                kept.not_before = time.monotonic() + away
                 held.ownership.give_up()
-                kept.held = None
+                with kept.lock:
+                    kept.held = None if kept.held is held else kept.held
+
+    # Handing over
+
+    def owned(self) -> list[Key]:
+        """The buckets that this node owns and answers for."""
+        kept = list(self._kept.items())
+        return sorted(key for key, one in kept if one.held is not None and one.held.service)
+
+    def give_up(self, key: Key, away: float) -> bool:
+        """Leave a bucket to another node, and do not take it back for `away` seconds.
+
+        False if somebody has its queue alone, and it stays.
+        """
+        kept = self._kept[key]
+        if not self._settle(kept):
+            return False
+        self._leave(kept, away)
+        return True
+
+    def want_again(self, key: Key) -> None:
+        """Take a bucket that was given up, if anybody asks for it."""
+        self._kept[key].not_before = 0.0
+
+    def is_free(self, key: Key) -> bool:
+        """Whether a bucket was given up, and nobody has taken it since."""
+        dead = self._kept[key].watch.dead()
+        return dead is not None and not dead.incarnation

@@ -85,6 +85,7 @@ class RowService:
             local=False,
         )
         self.engine = Engine(place, parts=parts)
+        self._settled = False
         self.operations: Mapping[str, Operation] = {
             "append": self._append,
             "append_late": self._append_late,
@@ -92,6 +93,17 @@ class RowService:
             "figures": self._figures,
             "tend": self._tend,
         }
+
+    def settle(self, limit: float) -> None:
+        """End upkeep, and let the put that is being written end; further ones are refused."""
+        self.engine.tending.stop()
+        self._settled = True
+        if self.committer.lock.acquire(limit):
+            self.committer.lock.release()
+
+    def _refuse_once_settled(self) -> None:
+        if self._settled:
+            raise StaleOwner(f"{self.engine.place.root} is given to another owner. Ask that one.")
 
     def close(self) -> None:
         """End upkeep, and let the bucket go."""
@@ -106,6 +118,7 @@ class RowService:
     def _append(self, request: Message, table: pa.Table | None) -> Answer:
         assert table is not None
         with self.committer.lock:
+            self._refuse_once_settled()
             self.committer.writer = request.header["writer"]
             self.committer.append(composed_of(request.header, aligned(table)))
         self.engine.tending.note_flush(table.nbytes)
@@ -118,6 +131,7 @@ class RowService:
         finishing = self._finishing(header)
         try:
             with self.committer.lock:
+                self._refuse_once_settled()
                 self.committer.writer = header["writer"]
                 first_row = self.committer.append_late(
                     late_of(header, aligned(table)), header["partition"], keys, finishing
