@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import time
@@ -128,7 +129,7 @@ def halt_when_given(at: str) -> None:
 def test_a_bucket_comes_back_from_a_node_that_is_halted_as_it_is_handed_over(
     nodes: Cluster, tmp_path: Path, at: str
 ) -> None:
-    path = spread(tmp_path, 2)
+    path = head_at(tmp_path, "node-0")
     grow(nodes, 1)
     workers = Work(nodes, path, few=True)
     (halted,) = grow(nodes, 1)
@@ -171,7 +172,7 @@ def have_alone(path: str, seconds: float) -> float:
 
 
 def test_the_head_stays_while_somebody_has_the_queue_alone(nodes: Cluster, tmp_path: Path) -> None:
-    path = head_elsewhere(tmp_path)
+    path = head_at(tmp_path, "node-1")
     grow(nodes, 1)
     client, other = nodes.client(), nodes.client()
     client.call(work.fill, path, 0, 256)
@@ -184,12 +185,13 @@ def test_the_head_stays_while_somebody_has_the_queue_alone(nodes: Cluster, tmp_p
     assert [owner_of(path, 0).node, owner_of(path, 0).epoch] == ["node-1", 2]
 
 
-def head_elsewhere(folder: Path) -> str:
-    """A storage path by which the second of two nodes is to have the queue's ledger."""
+def head_at(folder: Path, name: str) -> str:
+    """A storage path by which each of two nodes is to have buckets, this one the first."""
     members = [Named(f"node-{number}", "") for number in range(2)]
-    for number in range(64):
-        path = folder / f"head-{number}"
-        if rank_nodes(members, Target("q", str(path), 0))[0].name == "node-1":
+    for number in itertools.count():
+        path = folder / f"storage-{number}"
+        ranked = [rank_nodes(members, Target("q", str(path), b))[0].name for b in range(4)]
+        if ranked[0] == name and len(set(ranked)) == 2:
             path.mkdir()
             return str(path)
     raise AssertionError
@@ -218,7 +220,7 @@ def write_on(path: str, seconds: float) -> tuple[int, int]:
 def test_a_transaction_ends_before_the_ledger_moves_or_is_done_anew(
     nodes: Cluster, tmp_path: Path, seconds: float, interrupted: int
 ) -> None:
-    path = head_elsewhere(tmp_path)
+    path = head_at(tmp_path, "node-1")
     grow(nodes, 1)
     client, other = nodes.client(), nodes.client()
     client.call(hold, path)
@@ -255,7 +257,7 @@ def put_times(path: str) -> None:
 def test_who_waits_for_samples_hears_of_them_soon_though_the_ledger_moves(
     nodes: Cluster, tmp_path: Path
 ) -> None:
-    path = head_elsewhere(tmp_path)
+    path = head_at(tmp_path, "node-1")
     grow(nodes, 1)
     client, other = nodes.client(), nodes.client()
     putting = client.begin(put_times, path)
