@@ -12,8 +12,9 @@ import numpy as np
 import pyarrow as pa
 
 from persisting_torch.cluster.remote import composed_of, held_of, late_of
+from persisting_torch.cluster.trouble import Elsewhere
 from persisting_torch.cluster.wire import Message
-from persisting_torch.errors import BucketUnavailable, StaleOwner
+from persisting_torch.errors import StaleOwner
 from persisting_torch.queue.books import Books
 from persisting_torch.queue.engine import Engine
 from persisting_torch.queue.ledger import Ledger
@@ -202,12 +203,12 @@ class RemoteFinishing(Finishing):
 
 
 def _come_home(tx: sqlite3.Connection, place: Place, bucket: int, node: str) -> None:
-    """Note where the bucket's rows lie. Raises BucketUnavailable if that is on other storage."""
+    """Note where the bucket's rows lie. Raises Elsewhere if that is on other storage."""
     key = f"home:{bucket}"
     found = tx.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
     storage, last = json.loads(found[0]) if found else (place.storage, node)
     if storage != place.storage:
-        raise BucketUnavailable(
+        raise Elsewhere(
             f"bucket {bucket} of queue {place.queue!r} lies on storage that {node} does not see;"
             f" {last} had it last."
         )

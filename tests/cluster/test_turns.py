@@ -11,6 +11,7 @@ import pytest
 from persisting_torch.errors import StaleOwner, WaitTimeout
 from persisting_torch.queue import turns as turns_module
 from persisting_torch.queue.record import KEPT, Log, Recorder, Statement
+from persisting_torch.queue.threads import Background
 from persisting_torch.queue.turns import Turns
 
 
