@@ -238,7 +238,7 @@ def follow(path: str) -> list[float]:
     """How long after they were put, samples come to one who waits for them."""
     delays = []
     with Queue("q", path) as queue:
-        for records in queue.sync.stream(wait=True, timeout=60):
+        for records in queue.sync.stream(limit=None, wait=True, timeout=60):
             delays += [time.time() - record["at"] for record in records]
             if records[-1]["last"]:
                 return delays
@@ -260,6 +260,7 @@ def test_who_waits_for_samples_hears_of_them_soon_though_the_ledger_moves(
     path = head_at(tmp_path, "node-1")
     grow(nodes, 1)
     client, other = nodes.client(), nodes.client()
+    other.call(hold, path)
     putting = client.begin(put_times, path)
     waiting = other.begin(follow, path)
     grow(nodes, 1)
@@ -269,7 +270,7 @@ def test_who_waits_for_samples_hears_of_them_soon_though_the_ledger_moves(
     putting.result()
     delays = waiting.result()
     print("longest", sorted(delays)[-3:])
-    assert max(delays) < 2
+    assert max(delays) < 0.75
 
 
 def test_a_node_with_many_queues_hands_them_over_one_after_the_other(
