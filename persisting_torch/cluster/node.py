@@ -53,8 +53,11 @@ class Service(Protocol):
 
     def answer(self, request: Message, table: pa.Table | None, /) -> Answer: ...
 
-    def settle(self, limit: float) -> bool:
-        """Let what is under way end, since `close` follows; False if that takes longer."""
+    def settle(self, limit: float, *, anyway: bool) -> bool:
+        """Let what is under way end, since `close` follows.
+
+        False, with all as it was, if that takes longer; unless it has to be `anyway`.
+        """
 
     def close(self) -> None:
         """Write what there is to write, and end."""
@@ -303,14 +306,16 @@ class Node:
             raise troubles[0]
 
     @staticmethod
-    def _settle(kept: Keeping) -> bool:
+    def _settle(kept: Keeping, *, anyway: bool = True) -> bool:
         """Let what is under way in a bucket end; False if it is to stay as it is for now."""
         with kept.lock:
             opening = kept.opening
         if opening is not None:
             opening.join(END_SECONDS)
         held = kept.held
-        return bool(held and held.service and held.service.settle(SETTLE_SECONDS))
+        if held is None or held.service is None:
+            return False
+        return held.service.settle(SETTLE_SECONDS, anyway=anyway)
 
     @staticmethod
     def _leave(kept: Keeping, away: float = 0.0) -> None:
@@ -339,11 +344,13 @@ class Node:
 
         False if somebody has its queue alone, and it stays.
         """
-        kept = self._kept[key]
-        if not self._settle(kept):
-            return False
-        self._leave(kept, away)
-        return True
+        kept, settled = self._kept[key], True
+        try:
+            settled = self._settle(kept, anyway=False)
+        finally:
+            if settled:  # also with an error, after which it serves nobody any more
+                self._leave(kept, away)
+        return settled
 
     def want_again(self, key: Key) -> None:
         """Take a bucket that was given up, if anybody asks for it."""

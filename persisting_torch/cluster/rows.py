@@ -27,6 +27,7 @@ from persisting_torch.queue.shard import Shard
 from persisting_torch.queue.shards import BucketCommitter
 from persisting_torch.queue.storage import RowStore
 
+PUT_SECONDS = 2.0
 ALIGNMENT = 16  # bytes; the widest that a type of Arrow asks for
 
 Answer = tuple[Message, "pa.Table | None"]
@@ -86,7 +87,7 @@ class RowService:
             local=False,
         )
         self.engine = Engine(place, parts=parts)
-        self._settled = False
+        self._leaving = False
         self.operations: Mapping[str, Operation] = {
             "append": self._append,
             "append_late": self._append_late,
@@ -95,20 +96,17 @@ class RowService:
             "tend": self._tend,
         }
 
-    def settle(self, limit: float) -> None:
-        """End upkeep, and let the put that is being written end; further ones are refused."""
-        self.engine.tending.stop()
-        self._settled = True
-        if self.committer.lock.acquire(limit):
-            self.committer.lock.release()
-
-    def _refuse_once_settled(self) -> None:
-        if self._settled:
-            raise StaleOwner(f"{self.engine.place.root} is given to another owner. Ask that one.")
-
     def close(self) -> None:
-        """End upkeep, and let the bucket go."""
+        """End upkeep, let the put that is being written end, and let the bucket go."""
+        self.engine.tending.stop()
+        self._leaving = True
+        if self.committer.lock.acquire(PUT_SECONDS):
+            self.committer.lock.release()
         self.engine.close()
+
+    def _refuse_if_leaving(self) -> None:
+        if self._leaving:
+            raise StaleOwner(f"{self.engine.place.root} is given to another owner. Ask that one.")
 
     def abandon(self) -> None:
         """Let go of a bucket that belongs to another owner by now."""
@@ -119,7 +117,7 @@ class RowService:
     def _append(self, request: Message, table: pa.Table | None) -> Answer:
         assert table is not None
         with self.committer.lock:
-            self._refuse_once_settled()
+            self._refuse_if_leaving()
             self.committer.writer = request.header["writer"]
             self.committer.append(composed_of(request.header, aligned(table)))
         self.engine.tending.note_flush(table.nbytes)
@@ -132,7 +130,7 @@ class RowService:
         finishing = self._finishing(header)
         try:
             with self.committer.lock:
-                self._refuse_once_settled()
+                self._refuse_if_leaving()
                 self.committer.writer = header["writer"]
                 first_row = self.committer.append_late(
                     late_of(header, aligned(table)), header["partition"], keys, finishing

@@ -82,9 +82,12 @@ class LedgerService:
             )
         return operation(request, table)
 
-    def settle(self, limit: float) -> bool:
-        """Let what is under way end, since `close` follows; False if that takes longer."""
-        return self.have_alone(limit) and self.have_turn(limit)
+    def settle(self, limit: float, *, anyway: bool) -> bool:
+        """See Service."""
+        if not self.have_alone(limit) and not anyway:
+            return False
+        self.have_turn(limit)  # or whoever has it tries again elsewhere
+        return True
 
     def have_alone(self, limit: float) -> bool:
         """Whether nobody has the queue alone from now on, and none will get that here."""
