@@ -205,6 +205,7 @@ def _not_cleared_since(
 
 def _rows_by_now(engine: Engine) -> float:
     """Rows that the ledger knows, or is about to, now that others may have flushed."""
+    engine.ledger.catch_up()
     with engine.ledger.reading() as tx:
         engine.books.refresh(tx)
         notes = tx.execute("SELECT count(*) FROM pending").fetchone()[0]
