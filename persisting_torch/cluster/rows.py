@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from lance.fragment import FragmentMetadata
 
 from persisting_torch.cluster.remote import composed_of, held_of, late_of
 from persisting_torch.cluster.wire import Message
@@ -87,6 +88,7 @@ class RowService:
         self.engine = Engine(place, parts=parts)
         self.operations: Mapping[str, Operation] = {
             "append": self._append,
+            "append_written": self._append_written,
             "append_late": self._append_late,
             "rows": self._rows,
             "figures": self._figures,
@@ -110,6 +112,16 @@ class RowService:
             self.committer.append(composed_of(request.header, aligned(table)))
         self.engine.tending.note_flush(table.nbytes)
         return Message({}), None
+
+    def _append_written(self, request: Message, table: pa.Table | None) -> Answer:
+        header = request.header
+        fragments = [FragmentMetadata.from_json(json.dumps(told)) for told in header["fragments"]]
+        with self.committer.lock:
+            self.committer.writer = header["writer"]
+            done = self.committer.append_written(composed_of(header, pa.table({})), fragments)
+        files = [file for part in fragments for file in part.files]
+        self.engine.tending.note_flush(sum(file.file_size_bytes or 0 for file in files))
+        return Message({"done": done}), None
 
     def _append_late(self, request: Message, table: pa.Table | None) -> Answer:
         assert table is not None
