@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 from lance.fragment import FragmentMetadata
 
+from persisting_torch.cluster.peer import aligned
 from persisting_torch.cluster.remote import composed_of, held_of, late_of
 from persisting_torch.cluster.wire import Message
 from persisting_torch.errors import BucketUnavailable, StaleOwner
@@ -26,8 +27,6 @@ from persisting_torch.queue.producers import Finishing, Producer
 from persisting_torch.queue.shard import Shard
 from persisting_torch.queue.shards import BucketCommitter
 from persisting_torch.queue.storage import RowStore
-
-ALIGNMENT = 16  # bytes; the widest that a type of Arrow asks for
 
 Answer = tuple[Message, "pa.Table | None"]
 Operation = Callable[[Message, "pa.Table | None"], Answer]
@@ -171,23 +170,6 @@ class RowService:
     def _tend(self, request: Message, table: pa.Table | None) -> Answer:
         """One round of upkeep, now."""
         return Message({"done": self.engine.tending.tend()}), None
-
-
-def aligned(table: pa.Table) -> pa.Table:
-    """The table with each buffer at an address that suits its type, as Lance needs it."""
-    columns = [
-        column if _is_aligned(column) else pa.concat_arrays(column.chunks)
-        for column in table.columns
-    ]
-    return pa.Table.from_arrays(columns, schema=table.schema)
-
-
-def _is_aligned(column: pa.ChunkedArray) -> bool:
-    return all(
-        buffer is None or buffer.address % ALIGNMENT == 0
-        for chunk in column.chunks
-        for buffer in chunk.buffers()
-    )
 
 
 class RemoteFinishing(Finishing):
