@@ -177,6 +177,19 @@ def test_what_one_handle_has_staged_another_appends(tmp_path: Path) -> None:
     assert owner.read(np.arange(6), ["_index"])["_index"].to_pylist() == [0, 1, 5, 2, 3, 4]
 
 
+def test_staged_files_that_nobody_appends_are_cleaned_away_after_a_week(tmp_path: Path) -> None:
+    store = filled(tmp_path / "data.lance", [1, 1, 1])
+    paths = []
+    for first in (3, 5):
+        staged = store.stage(rows(range(first, first + 2)))
+        assert staged is not None
+        paths += [tmp_path / "data.lance" / name for name in data_files(staged)]
+    eight_days_ago = time.time() - 8 * 24 * 3600
+    os.utime(paths[0], (eight_days_ago, eight_days_ago))
+    store.dataset().cleanup_old_versions(retain_versions=1)
+    assert [path.exists() for path in paths] == [False, True]
+
+
 def test_files_that_are_not_there_or_of_another_dataset_are_not_known(tmp_path: Path) -> None:
     store = filled(tmp_path / "data.lance", [1])
     staged = store.stage(rows(range(1, 3)))
