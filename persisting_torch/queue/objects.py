@@ -46,7 +46,14 @@ class ObjectFiles:
         self._store = _open(root, self.options)
 
     def exists(self, path: str) -> bool:
-        return bool(self._listed(path)["objects"]) or bool(self.names(path))
+        import obstore
+
+        try:
+            with self._errors():
+                obstore.head(self._store, self._key(path))
+        except FileNotFoundError:
+            return bool(self.names(path))
+        return True
 
     def names(self, folder: str) -> list[str]:
         found = self._listed(f"{folder}/")

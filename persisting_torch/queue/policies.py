@@ -11,10 +11,12 @@ versions go back when training goes back to a checkpoint. A queue has one publis
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +26,12 @@ from torch import Tensor, nn
 from persisting_torch.errors import PersistingError, WaitTimeout
 from persisting_torch.queue.names import directory_name
 from persisting_torch.queue.objects import is_url
+from persisting_torch.queue.patience import FIRST_NOTICE_SECONDS, LONGEST_WAIT_SECONDS, Patience
 
 if TYPE_CHECKING:
     from persisting_torch.queue.queue import Queue
+
+log = logging.getLogger(__name__)
 
 FOLDER = "policy"
 POINTER = "newest.json"
@@ -77,10 +82,13 @@ class Policy:
     ) -> PolicyWeights | None:
         """The newest policy, if its version is above `newer_than`; else None.
 
-        With `wait`, waits for such a policy; raises WaitTimeout after `timeout` seconds (None:
-        never).
+        With `wait`, waits for such a policy, and raises WaitTimeout after `timeout` seconds (None:
+        1800; float("inf"): for ever). What is missing is said in the log meanwhile, and by the
+        error at the end.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
+        limit = LONGEST_WAIT_SECONDS if timeout is None else timeout
+        deadline = time.monotonic() + limit
+        patience = Patience(log, FIRST_NOTICE_SECONDS)
         while True:
             newest = read_pointer(self.folder)
             if newest is not None and (newer_than is None or newest.version > newer_than):
@@ -90,12 +98,17 @@ class Policy:
                 continue
             if not wait:
                 return None
-            if deadline is not None and time.monotonic() >= deadline:
-                raise WaitTimeout(self._what_is_missing(timeout, newest, newer_than))
+            missing = partial(self._what_is_missing, newest, newer_than)
+            if time.monotonic() >= deadline:
+                raise WaitTimeout(missing(limit))
+            patience.check(missing)
             time.sleep(POLL_SECONDS)
 
     def load_into(self, module: nn.Module, timeout: float | None = None) -> int:
-        """Copy the newest weights into a module, waiting for the first; their version."""
+        """Copy the newest weights into a module, waiting for the first; their version.
+
+        Raises WaitTimeout as `latest` does.
+        """
         found = self.latest(wait=True, timeout=timeout)
         assert found is not None
         found.load_into(module)
@@ -114,12 +127,12 @@ class Policy:
         return PolicyWeights(newest.version, newest.published, state)
 
     def _what_is_missing(
-        self, timeout: float | None, newest: Announcement | None, newer_than: int | None
+        self, newest: Announcement | None, newer_than: int | None, waited: float
     ) -> str:
         wanted = "a policy" if newer_than is None else f"a policy newer than version {newer_than}"
         there = "none was published" if newest is None else f"the newest is {newest.version}"
         return (
-            f"waited {timeout:g} s for {wanted} of queue {self.queue!r} in {self.folder}; {there}."
+            f"waited {waited:g} s for {wanted} of queue {self.queue!r} in {self.folder}; {there}."
             " Check that a trainer with PolicyPublisher runs, or raise timeout."
         )
 

@@ -140,6 +140,35 @@ def test_a_wait_without_a_policy_times_out_and_says_what_is_missing(tmp_path: Pa
         policy("q", tmp_path).latest(wait=True, timeout=0.1, newer_than=4)
 
 
+def test_a_wait_for_a_policy_has_a_limit_and_says_in_the_log_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("persisting_torch.queue.policies.FIRST_NOTICE_SECONDS", 0.1)
+    monkeypatch.setattr("persisting_torch.queue.policies.LONGEST_WAIT_SECONDS", 0.3)
+    for wait in (
+        lambda: policy("q", tmp_path).latest(wait=True),
+        lambda: policy("q", tmp_path).load_into(torch.nn.Linear(1, 1)),
+    ):
+        caplog.clear()
+        with pytest.raises(WaitTimeout, match=r"waited 0\.3 s for a policy of queue 'q'"):
+            wait()
+        assert "still waiting: waited 0.1 s for a policy of queue 'q'" in caplog.text
+
+
+def test_a_wait_for_a_policy_lasts_for_ever_where_that_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("persisting_torch.queue.policies.LONGEST_WAIT_SECONDS", 0.0)
+    reader = policy("q", tmp_path)
+    (tmp_path / "q").mkdir()
+    later = threading.Timer(0.2, publish, (reader.folder, {}, 1))
+    later.start()
+    found = reader.latest(wait=True, timeout=float("inf"))
+    later.join()
+    assert found is not None
+    assert found.version == 1
+
+
 def test_a_pointer_without_its_file_is_an_error_and_no_endless_search(tmp_path: Path) -> None:
     reader = policy("q", tmp_path)
     (tmp_path / "q").mkdir()
