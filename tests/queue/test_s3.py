@@ -17,7 +17,6 @@ from persisting_torch.queue import journal, lifecycle, ownership
 from persisting_torch.queue.kv import KVInterface
 from persisting_torch.queue.objects import ObjectFiles
 from persisting_torch.queue.place import Split
-from persisting_torch.queue.policies import policy
 from persisting_torch.queue.report import verify
 from persisting_torch.queue.seam import open_distributed
 from tests.queue import children, object_store
@@ -189,13 +188,6 @@ def test_wrong_credentials_no_bucket_and_no_store_are_told_apart(options, endpoi
         Queue("q", "s3://b", storage_options=options | {"aws_endpoint": "http://127.0.0.1:9"})
     with pytest.raises(PersistingError, match="'aws_acess_key_id' is not valid"):
         Queue("q", "s3://b", storage_options=options | {"aws_acess_key_id": "x"})
-
-
-def test_a_policy_cannot_be_published_into_a_bucket(opened):
-    with pytest.raises(PersistingError, match="policies are files"):
-        policy(opened())
-    with pytest.raises(PersistingError, match="policies are files"):
-        policy("q", "s3://bucket")
 
 
 def test_a_cluster_refuses_a_bucket():
