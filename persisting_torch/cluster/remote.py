@@ -166,12 +166,17 @@ class BucketStore:
         if not self._asked:
             with self._lock:
                 if not self._asked:
-                    owner = self._bucket.owner()
-                    found = read_owner(Path(self._place.bucket))
-                    if found is not None and found.incarnation == owner.incarnation:
+                    if not self._is_near():
+                        self._bucket.ask("alive")  # what was known of its owner may be old
+                    if self._is_near():
                         self._near = RowStore(self.path)
                     self._asked = True
         return self._near
+
+    def _is_near(self) -> bool:
+        owner = self._bucket.owner()
+        found = read_owner(Path(self._place.bucket))
+        return found is not None and found.incarnation == owner.incarnation
 
     def exists(self) -> bool:
         near = self.near()

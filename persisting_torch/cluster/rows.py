@@ -14,8 +14,9 @@ from lance.fragment import FragmentMetadata
 
 from persisting_torch.cluster.peer import aligned
 from persisting_torch.cluster.remote import composed_of, held_of, late_of
+from persisting_torch.cluster.trouble import Elsewhere
 from persisting_torch.cluster.wire import Message
-from persisting_torch.errors import BucketUnavailable, StaleOwner
+from persisting_torch.errors import StaleOwner
 from persisting_torch.queue.books import Books
 from persisting_torch.queue.engine import Engine
 from persisting_torch.queue.ledger import Ledger
@@ -27,6 +28,8 @@ from persisting_torch.queue.producers import Finishing, Producer
 from persisting_torch.queue.shard import Shard
 from persisting_torch.queue.shards import BucketCommitter
 from persisting_torch.queue.storage import RowStore
+
+PUT_SECONDS = 2.0
 
 Answer = tuple[Message, "pa.Table | None"]
 Operation = Callable[[Message, "pa.Table | None"], Answer]
@@ -85,6 +88,7 @@ class RowService:
             local=False,
         )
         self.engine = Engine(place, parts=parts)
+        self._leaving = False
         self.operations: Mapping[str, Operation] = {
             "append": self._append,
             "append_written": self._append_written,
@@ -95,8 +99,16 @@ class RowService:
         }
 
     def close(self) -> None:
-        """End upkeep, and let the bucket go."""
+        """End upkeep, let the put that is being written end, and let the bucket go."""
+        self.engine.tending.stop()
+        self._leaving = True
+        if self.committer.lock.acquire(PUT_SECONDS):
+            self.committer.lock.release()
         self.engine.close()
+
+    def _refuse_if_leaving(self) -> None:
+        if self._leaving:
+            raise StaleOwner(f"{self.engine.place.root} is given to another owner. Ask that one.")
 
     def abandon(self) -> None:
         """Let go of a bucket that belongs to another owner by now."""
@@ -107,6 +119,7 @@ class RowService:
     def _append(self, request: Message, table: pa.Table | None) -> Answer:
         assert table is not None
         with self.committer.lock:
+            self._refuse_if_leaving()
             self.committer.writer = request.header["writer"]
             self.committer.append(composed_of(request.header, aligned(table)))
         self.engine.tending.note_flush(table.nbytes)
@@ -116,6 +129,7 @@ class RowService:
         header = request.header
         fragments = [FragmentMetadata.from_json(json.dumps(told)) for told in header["fragments"]]
         with self.committer.lock:
+            self._refuse_if_leaving()
             self.committer.writer = header["writer"]
             done = self.committer.append_written(composed_of(header, pa.table({})), fragments)
         files = [file for part in fragments for file in part.files]
@@ -129,6 +143,7 @@ class RowService:
         finishing = self._finishing(header)
         try:
             with self.committer.lock:
+                self._refuse_if_leaving()
                 self.committer.writer = header["writer"]
                 first_row = self.committer.append_late(
                     late_of(header, aligned(table)), header["partition"], keys, finishing
@@ -182,12 +197,12 @@ class RemoteFinishing(Finishing):
 
 
 def _come_home(tx: sqlite3.Connection, place: Place, bucket: int, node: str) -> None:
-    """Note where the bucket's rows lie. Raises BucketUnavailable if that is on other storage."""
+    """Note where the bucket's rows lie. Raises Elsewhere if that is on other storage."""
     key = f"home:{bucket}"
     found = tx.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
     storage, last = json.loads(found[0]) if found else (place.storage, node)
     if storage != place.storage:
-        raise BucketUnavailable(
+        raise Elsewhere(
             f"bucket {bucket} of queue {place.queue!r} lies on storage that {node} does not see;"
             f" {last} had it last."
         )
