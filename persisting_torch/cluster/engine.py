@@ -126,14 +126,15 @@ def _parts(finder: Finder, place: Place, storage_path: str) -> Parts:
     ]
     places = [place.of_bucket(number) for number in range(place.num_buckets)]
     both = list(zip(buckets, places, strict=True))
+    rows = [BucketStore(bucket, own, "data") for bucket, own in both]
     return many_parts(
         place,
         shared.ledger,
         shared.books,
         SharedLock(Head(buckets[0])),
-        rows=[BucketStore(bucket, own, "data") for bucket, own in both],
+        rows=rows,
         late=[BucketStore(bucket, own, "late") for bucket, own in both],
-        appenders=[RemoteAppender(bucket) for bucket in buckets],
+        appenders=[RemoteAppender(*one) for one in zip(buckets, rows, strict=True)],
         shards=[],
         upkeep_lock=ThreadLock("upkeep"),
         tends_ledger=False,

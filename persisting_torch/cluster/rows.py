@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from lance.fragment import FragmentMetadata
 
+from persisting_torch.cluster.peer import aligned
 from persisting_torch.cluster.remote import composed_of, held_of, late_of
 from persisting_torch.cluster.trouble import Elsewhere
 from persisting_torch.cluster.wire import Message
@@ -28,7 +30,6 @@ from persisting_torch.queue.shards import BucketCommitter
 from persisting_torch.queue.storage import RowStore
 
 PUT_SECONDS = 2.0
-ALIGNMENT = 16  # bytes; the widest that a type of Arrow asks for
 
 Answer = tuple[Message, "pa.Table | None"]
 Operation = Callable[[Message, "pa.Table | None"], Answer]
@@ -90,6 +91,7 @@ class RowService:
         self._leaving = False
         self.operations: Mapping[str, Operation] = {
             "append": self._append,
+            "append_written": self._append_written,
             "append_late": self._append_late,
             "rows": self._rows,
             "figures": self._figures,
@@ -122,6 +124,17 @@ class RowService:
             self.committer.append(composed_of(request.header, aligned(table)))
         self.engine.tending.note_flush(table.nbytes)
         return Message({}), None
+
+    def _append_written(self, request: Message, table: pa.Table | None) -> Answer:
+        header = request.header
+        fragments = [FragmentMetadata.from_json(json.dumps(told)) for told in header["fragments"]]
+        with self.committer.lock:
+            self._refuse_if_leaving()
+            self.committer.writer = header["writer"]
+            done = self.committer.append_written(composed_of(header, pa.table({})), fragments)
+        files = [file for part in fragments for file in part.files]
+        self.engine.tending.note_flush(sum(file.file_size_bytes or 0 for file in files))
+        return Message({"done": done}), None
 
     def _append_late(self, request: Message, table: pa.Table | None) -> Answer:
         assert table is not None
@@ -172,23 +185,6 @@ class RowService:
     def _tend(self, request: Message, table: pa.Table | None) -> Answer:
         """One round of upkeep, now."""
         return Message({"done": self.engine.tending.tend()}), None
-
-
-def aligned(table: pa.Table) -> pa.Table:
-    """The table with each buffer at an address that suits its type, as Lance needs it."""
-    columns = [
-        column if _is_aligned(column) else pa.concat_arrays(column.chunks)
-        for column in table.columns
-    ]
-    return pa.Table.from_arrays(columns, schema=table.schema)
-
-
-def _is_aligned(column: pa.ChunkedArray) -> bool:
-    return all(
-        buffer is None or buffer.address % ALIGNMENT == 0
-        for chunk in column.chunks
-        for buffer in chunk.buffers()
-    )
 
 
 class RemoteFinishing(Finishing):
