@@ -32,7 +32,12 @@ class ProducerFailed(PersistingError):
 
 
 class BucketUnavailable(PersistingError):
-    """The owner of a bucket cannot be reached, or the queue is open on another host."""
+    """The owner of a bucket cannot be reached, or the queue is open on another host.
+
+    `relayed`: whether a process that was asked has said so, of another one that it needs.
+    """
+
+    relayed = False
 
 
 class StaleOwner(PersistingError):

@@ -31,6 +31,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 POLL_SECONDS = 0.002
+STOP_SECONDS = 10.0
 
 
 def die_with_parent(parent: int | None = None) -> None:
@@ -39,6 +40,22 @@ def die_with_parent(parent: int | None = None) -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if parent not in (None, os.getppid()):
         os._exit(1)
+
+
+def send(pid: int, number: int) -> None:
+    """Send a signal. One that is to stop the process has stopped it when this returns."""
+    os.kill(pid, number)
+    if number == signal.SIGSTOP and sys.platform == "linux":
+        deadline = time.monotonic() + STOP_SECONDS
+        while any(state != "T" for state in _states(pid)):
+            assert time.monotonic() < deadline, f"process {pid} does not stop: {_states(pid)}"
+            time.sleep(POLL_SECONDS)
+
+
+def _states(pid: int) -> list[str]:
+    """The states of all threads of a process, as Linux names them."""
+    stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return [stat.rpartition(") ")[2][0] for stat in stats]
 
 
 class Nursery:
@@ -151,7 +168,7 @@ class Child:
     def send(self, number: int) -> None:
         """A signal, if it still runs."""
         if self.status is None:
-            os.kill(self.pid, number)
+            send(self.pid, number)
 
     def wait(self, seconds: float | None = None) -> int:
         """Its exit status; the child is killed if it takes longer."""

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import pyarrow as pa
 
 from persisting_torch.cluster.finder import Finder, Found, Target
+from persisting_torch.cluster.ways import Near
 from persisting_torch.cluster.wire import Message
 from persisting_torch.errors import BucketUnavailable, StaleOwner
 
@@ -96,8 +97,8 @@ class Bucket:
                 gone = isinstance(error, BucketUnavailable)
                 # What is asked once belongs to a turn, which may be over while its owner is not.
                 if gone or limit:
-                    silent = gone and time.monotonic() - began > SILENT_SECONDS
-                    self._finder.forget(owner, silent=silent)
+                    long = time.monotonic() - began > SILENT_SECONDS
+                    self._finder.forget(owner, silent=long and _is_silent(owner, error))
                 if not limit:
                     raise
                 if time.monotonic() + pause >= deadline:
@@ -106,3 +107,9 @@ class Bucket:
                     ) from error
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
+
+
+def _is_silent(owner: Found, error: BucketUnavailable | StaleOwner) -> bool:
+    """Whether the owner itself did not answer, instead of telling of another one that does not."""
+    relayed = isinstance(error, StaleOwner) or error.relayed
+    return not relayed and not isinstance(owner.way, Near)

@@ -22,6 +22,7 @@ from persisting_torch.errors import BucketUnavailable, PersistingError
 LARGEST_MESSAGE = 1 << 30
 LONGEST_ERROR = 4 << 10  # bytes; gRPC turns errors of 16 KB and more into something else
 
+
 _LENGTH = struct.Struct("<I")
 
 _KINDS: dict[str, type[Exception]] = {
@@ -92,7 +93,10 @@ def from_wire(error: Exception, peer: str) -> Exception:
     if told:
         try:
             found = json.loads(told)
-            return _KINDS[found["kind"]](found["text"])
+            raised = _KINDS[found["kind"]](found["text"])
+            if isinstance(raised, BucketUnavailable):
+                raised.relayed = True
+            return raised
         except (ValueError, TypeError, LookupError):  # whatever answered there, it is none of ours
             return BucketUnavailable(f"{peer} does not speak as persisting_torch does.")
     text = str(error).partition(". Detail:")[0]

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests import children
 from tests.children import ROOT
 
 LONGEST = 60.0
@@ -75,7 +76,8 @@ class Process:
         self.popen.stdin.flush()
 
     def send(self, number: int) -> None:
-        self.popen.send_signal(number)
+        if self.popen.poll() is None:
+            children.send(self.popen.pid, number)
 
     def kill(self) -> None:
         self.popen.kill()

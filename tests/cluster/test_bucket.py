@@ -1,0 +1,66 @@
+"""Asking the owner of a bucket: who is held to be silent, and who only has bad news."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from persisting_torch import BucketUnavailable
+from persisting_torch.cluster.bucket import Bucket
+from persisting_torch.cluster.finder import Finder, Member, Target
+from persisting_torch.cluster.plane import Server
+from persisting_torch.cluster.wire import Message
+
+TARGET = Target("q", "/data", 0)
+Say = Callable[[], Message]
+
+
+class Owner:
+    """A process that says that it owns the bucket, and of anything else what the test wants."""
+
+    def __init__(self) -> None:
+        self.say: Say = lambda: Message({})
+        self.asked: list[str] = []
+        self.server = Server("127.0.0.1", self.answer, None)
+        self.finder = Finder(lambda: [Member("node", self.server.address)], None)
+
+    def answer(self, request: Message, table: Any) -> tuple[Message, None]:
+        op = request.header["op"]
+        self.asked.append(op)
+        if op == "where":
+            own = {"address": self.server.address, "node": "node", "epoch": 1, "incarnation": "i"}
+            return Message(own), None
+        return (Message({}) if op == "alive" else self.say()), None
+
+
+@pytest.fixture
+def owner() -> Iterator[Owner]:
+    found = Owner()
+    yield found
+    found.finder.close()
+    found.server.close()
+
+
+def ask(owner: Owner) -> None:
+    bucket = Bucket(owner.finder, TARGET, limit=1.5)
+    with pytest.raises(BucketUnavailable, match=r"waited 1.5 s for the owner of bucket 0"):
+        bucket.ask("rows", seconds=1.2)
+
+
+def test_an_owner_that_cannot_reach_another_is_not_silent(owner: Owner) -> None:
+    def say() -> Message:
+        time.sleep(1.1)
+        raise BucketUnavailable("bucket 0 of queue 'q' has no owner that answers")
+
+    owner.say = say
+    ask(owner)
+    assert not owner.finder._is_silent(owner.server.address)
+
+
+def test_an_owner_that_does_not_answer_is_left_alone_for_a_while(owner: Owner) -> None:
+    owner.say = lambda: time.sleep(1.4) or Message({})  # type: ignore[func-returns-value]
+    ask(owner)
+    assert owner.finder._is_silent(owner.server.address)
