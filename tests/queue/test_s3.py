@@ -137,10 +137,10 @@ def test_objects_stay_few_however_much_is_committed(opened, bucket, options, mon
     queue.sync.put(rows(0, 100))
     queue.sync.flush()
     deadline = time.monotonic() + 20
-    while queue.engine.ledger.hold.journal._snapshot.number == 0:
+    while queue.engine.ledger.kept.journal._snapshot.number == 0:
         queue.sync.get_meta(["x"], 1, "t")
         assert time.monotonic() < deadline
-    number = queue.engine.ledger.hold.journal.number
+    number = queue.engine.ledger.kept.journal.number
     queue.sync.close()
     logged = [path for path in objects_of(bucket, options) if "/ledger/1/" in path]
     assert len(logged) < number
@@ -322,7 +322,7 @@ def test_an_owner_that_is_late_cannot_commit_even_if_it_trusts_itself(opened, mo
     hold = first.engine.ledger.hold
     monkeypatch.setattr(hold, "check", lambda: None)  # its clock stands still
     later = journal.Journal(hold.place.files, hold.place.ledger, hold.ownership.owner.epoch + 1)
-    assert later.load(hold.path + "-copy")
+    assert later.load(hold.kept.path + "-copy")
     with pytest.raises(StaleOwner, match="taken over"):
         first.sync.get_meta(["x"], 2, "t")
     with pytest.raises(StaleOwner, match="taken over"):
@@ -340,17 +340,17 @@ def test_changes_that_are_removed_while_they_are_read_are_not_missed(opened, mon
         found = numbers(self, epoch)
         if self is later and not removed:
             removed.append(True)
-            hold._snapshot()
+            hold.kept.snapshot()
         return found
 
     removed = []
     monkeypatch.setattr(journal.Journal, "_numbers", and_then_snapshot)
     later = journal.Journal(files, hold.place.ledger, hold.ownership.owner.epoch + 1)
-    assert later.load(hold.path + "-copy")
+    assert later.load(hold.kept.path + "-copy")
     assert removed
-    with hold._connected() as here:
+    with hold.kept.connected() as here:
         wanted = here.execute("SELECT * FROM runs").fetchall()
-    with journal.sqlite3.connect(hold.path + "-copy") as there:
+    with journal.sqlite3.connect(hold.kept.path + "-copy") as there:
         assert there.execute("SELECT * FROM runs").fetchall() == wanted
     with pytest.raises(StaleOwner):
         queue.sync.seal()
