@@ -7,7 +7,6 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -142,9 +141,10 @@ class BucketStore:
             with self._lock:
                 if not self._asked:
                     owner = self._bucket.owner()
-                    found = read_owner(Path(self._place.bucket))
+                    files = self._place.files
+                    found = read_owner(self._place.bucket, files)
                     if found is not None and found.incarnation == owner.incarnation:
-                        self._near = RowStore(self.path)
+                        self._near = RowStore(self.path, files=files)
                     self._asked = True
         return self._near
 

@@ -142,7 +142,7 @@ class Queue(Partitions):
         distributed = is_distributed()
         split = Split(num_buckets, bucket_column, distributed)
         self.engine: Engine = (
-            open_distributed(name, storage_path, split, **options)
+            open_distributed(name, storage_path, split, storage_options=storage_options, **options)
             if distributed
             else Engine(open_place(name, storage_path, split, storage_options), **options)
         )
