@@ -75,6 +75,7 @@ class PolicyPublisher(EveryNSteps):
 
     def _folder(self) -> Path:
         if isinstance(self.queue, str):
+            policy_folder(os.fspath(self.storage_path))  # makes no queue where that cannot be
             return policy_folder(open_place(self.queue, self.storage_path).root)
         return policy_folder(self.queue.engine.place.root)
 

@@ -116,7 +116,9 @@ class Keeping:
         """Reach an object store as the newest request says, while the bucket is not this node's."""
         with self.lock:
             if self.held is None and self.opening is None:
-                self.files, self.watch, self.not_before = files, Watch(self.folder, files), 0.0
+                # What was seen of the owner stays, for handles with different keys may take turns.
+                self.files = self.watch.files = files
+                self.not_before = 0.0
 
 
 class Node:

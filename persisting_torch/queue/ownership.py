@@ -162,7 +162,7 @@ class Watch:
 
     def __init__(self, bucket: Folder, files: Files = LOCAL) -> None:
         self.bucket = bucket
-        self._files = files
+        self.files = files
         self._seen: tuple[int, str, int] | None = None
         self._since = 0.0
         self.moves = False
@@ -170,7 +170,7 @@ class Watch:
 
     def dead(self) -> Owner | None:
         """The owner, if it may be replaced: it gave up, died, or has stood still for long."""
-        owner = read_owner(self.bucket, self._files)
+        owner = read_owner(self.bucket, self.files)
         if owner is None or not owner.incarnation or owner.is_dead:
             return owner or Owner(0, "", "", "")
         seen = owner.epoch, owner.incarnation, owner.count

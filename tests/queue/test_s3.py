@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
+import threading
 import time
 
 import obstore
@@ -16,10 +17,9 @@ from persisting_torch.errors import BucketUnavailable, PersistingError, StaleOwn
 from persisting_torch.queue import journal, ownership
 from persisting_torch.queue.kv import KVInterface
 from persisting_torch.queue.objects import ObjectFiles
-from persisting_torch.queue.place import Split
+from persisting_torch.queue.place import Split, open_place
 from persisting_torch.queue.policies import policy
 from persisting_torch.queue.report import verify
-from persisting_torch.queue.seam import open_distributed
 from tests.queue import children, object_store
 
 
@@ -198,9 +198,53 @@ def test_a_policy_cannot_be_published_into_a_bucket(opened):
         policy("q", "s3://bucket")
 
 
-def test_a_cluster_refuses_a_bucket():
-    with pytest.raises(PersistingError, match="lie on file systems"):
-        open_distributed("q", "s3://bucket", Split(distributed=True))
+def test_a_change_that_is_interrupted_once_it_is_committed_is_not_made_again(opened, monkeypatch):
+    ledger = opened().engine.ledger
+    first = ledger.reserve(1)
+
+    def interrupted():
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ledger.kept.journal, "done", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ledger.reserve(5)
+    assert ledger.reserve(1) == first + 6
+    ledger.close()
+    assert opened().engine.ledger.reserve(1) == first + 7
+
+
+def test_all_buckets_of_a_split_queue_belong_to_the_process_that_opens_it(opened, bucket, options):
+    made = open_place("q", f"{bucket}/some/folder", Split(2, distributed=True), options)
+    other = made.of_bucket(1).bucket
+    node = ownership.Ownership.take(other, 0, "some", "node-7", "10.0.0.1:1", made.files)
+    ends = threading.Event()
+
+    def live():
+        while not ends.wait(0.2):
+            node.beat()
+
+    beating = threading.Thread(target=live)
+    beating.start()
+    try:
+        with pytest.raises(BucketUnavailable, match="belongs to a cluster, whose node 'node-7'"):
+            opened()
+    finally:
+        ends.set()
+        beating.join()
+    queue = opened()  # once it stands still
+    with pytest.raises(StaleOwner):
+        node.beat()
+    queue.sync.put(rows(0, 200))
+    queue.sync.flush()
+    assert [store.rows > 0 for store in queue.engine.ledger.hold.rows] == [True, True]
+    assert queue.sync.get_meta(["x"], 200, "t").size == 200
+    queue.engine.tending.tend()
+    assert queue.engine.tending.error is None
+    queue.sync.close()
+    queue = opened()
+    assert sorted(record["x"] for record in queue.sync.get(1000)) == list(range(200))
+    assert verify(queue.engine) == []
 
 
 def test_a_dataset_says_that_there_is_no_such_queue(bucket, options, monkeypatch):
