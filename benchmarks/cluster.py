@@ -2,8 +2,9 @@
 
 Nodes, the plain Flight server and Pulsing's actor are processes of their own on this machine. Ours
 is on disk when a put returns, and a get_batch claims what it reads, durably; theirs is in memory.
-"near" reads the rows where they lie, as all do who see the same storage; "far" has them sent by
-Arrow Flight. Each figure is a median of runs taken in turn.
+Rows are read and written where they lie, as all do who see the same storage; "far" has them sent by
+Arrow Flight. "gathered" are puts that wait in memory for a flush at 16 MB, which is counted with
+them. Each figure is a median of runs taken in turn.
 
     python benchmarks/cluster.py [--scale 0.3] [--only gets]
 """
@@ -38,6 +39,7 @@ from persisting_torch import Queue, cluster
 
 TOKENS = 512
 SHAPES = {"64 KB": 16, "1 MB": 256, "16 MB": 4096}
+LARGEST = max(SHAPES.values())
 OPTIONS = flight.FlightCallOptions(timeout=60)
 SCALE = 1.0
 FOLDER = Path()
@@ -147,7 +149,7 @@ def queue_of(num_buckets: int = 1, batch_size: int = 100) -> Queue:
 
 
 def far(queue: Queue) -> None:
-    """Have rows sent, as if this process did not see the storage."""
+    """Have rows sent, both ways, as if this process did not see the storage."""
     for store in (*queue.engine.rows.stores, *queue.engine.late.store.stores):  # type: ignore[attr-defined]
         store._near, store._asked = None, True
 
@@ -205,40 +207,61 @@ def puts() -> list[dict[str, Any]]:
         plain, durable, pulsing = Plain(server), Plain(appends), Pulsing()
         for name, size in SHAPES.items():
             queue, given, table = queue_of(batch_size=size), batch(size), table_of(size)
+            away, patient = queue_of(batch_size=size), queue_of(batch_size=LARGEST)
             payload = bytes(size * TOKENS * 8)
             for work in (plain.put, durable.put):
                 work(table)
-            queue.sync.put(given)
+            for one in (queue, away, patient):
+                one.sync.put(given)
+                one.sync.flush()
+            far(away)
             times = in_turn(
                 runs(9 if size > 1000 else 25),
                 lambda t=table: seconds(lambda: plain.put(t)),
                 lambda q=queue, b=given: seconds(lambda: q.sync.put(b)),
-                lambda: float("nan"),
+                lambda q=away, b=given: seconds(lambda: q.sync.put(b)),
                 lambda p=payload: seconds(lambda: pulsing.ask(("put", p))),
                 lambda t=table: seconds(lambda: durable.put(t)),
+                lambda q=patient, b=given: gathered(q, b),
             )
             row = compared(name, times[:4])
             row |= {
+                "gathered ms": times[5] * 1e3,
+                "plain / gathered": times[0] / times[5],
+                "Pulsing / gathered": times[3] / times[5],
                 "Flight into Lance ms": times[4] * 1e3,
                 "into Lance / ours": times[4] / times[1],
             }
             rows.append(row)
-            queue.close()
+            for one in (queue, away, patient):
+                one.close()
     return rows
+
+
+def gathered(queue: Queue, given: TensorDict) -> float:
+    """Seconds of a put, of as many as make a flush."""
+    count = LARGEST // len(given)
+
+    def put_all() -> None:
+        for _ in range(count):
+            queue.sync.put(given)
+        queue.sync.flush()
+
+    return seconds(put_all) / count
 
 
 def compared(name: str, times: list[float]) -> dict[str, Any]:
     plain, near, away, pulsing = times
-    row = {
+    return {
         "batch": name,
         "plain Flight ms": plain * 1e3,
         "ours ms": near * 1e3,
         "plain / ours": plain / near,
         "Pulsing / ours": pulsing / near,
+        "far ms": away * 1e3,
+        "plain / far": plain / away,
+        "Pulsing / far": pulsing / away,
     }
-    if away == away:
-        row |= {"far ms": away * 1e3, "plain / far": plain / away, "Pulsing / far": pulsing / away}
-    return row
 
 
 def claims() -> list[dict[str, Any]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -13,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from persisting_torch.callbacks.steps import EveryNSteps
 from persisting_torch.errors import PersistingError
-from persisting_torch.queue.place import open_place
+from persisting_torch.queue.place import Place, open_place
 from persisting_torch.queue.policies import policy_folder, publish
 
 if TYPE_CHECKING:
@@ -24,16 +23,18 @@ class PolicyPublisher(EveryNSteps):
     """Publishes the module's weights beside the queue, with the optimizer's step as their version.
 
     It does so before the first batch is asked for, and after every `every_n_steps` optimizer steps.
-    `persisting_torch.callbacks.policy(queue)` reads them, in any process that sees the folder. They
-    are written whole before they are announced, so that a reader never sees part of them, whenever
-    the trainer is killed; only rank zero writes, the other ranks help to gather sharded weights.
+    `persisting_torch.callbacks.policy(queue)` reads them, in any process that sees the storage.
+    They are written whole before they are announced, so that a reader never sees part of them,
+    whenever the trainer is killed; only rank zero writes, the other ranks help to gather sharded
+    weights.
     A resumed training announces the version that it resumes from.
 
     Workers may wait for the weights of each step before they make the samples of the next: as with
     RolloutCallback, the Trainer asks for no batch ahead.
 
     Args:
-        queue: the queue, or its name under `storage_path`, made if it is not there.
+        queue: the queue, or its name under `storage_path`, made if it is not there;
+            `storage_options` as for a Queue, where that is s3://bucket/folder.
         keep: how many of the newest policies stay on disk; a reader that is slower than keep - 1
             publications takes the newer one.
         module: the attribute path of the submodule to publish ("actor"), its names without that
@@ -49,6 +50,7 @@ class PolicyPublisher(EveryNSteps):
         keep: int = 2,
         *,
         storage_path: str | os.PathLike[str] = "./data",
+        storage_options: Mapping[str, str] | None = None,
         module: str | None = None,
     ) -> None:
         super().__init__(every_n_steps)
@@ -56,6 +58,7 @@ class PolicyPublisher(EveryNSteps):
             raise ValueError(f"keep must be at least 1, got {keep}.")
         self.queue = queue
         self.storage_path = storage_path
+        self.storage_options = storage_options
         self.keep = keep
         self.module = module
 
@@ -71,13 +74,13 @@ class PolicyPublisher(EveryNSteps):
     def act(self, trainer: Trainer, pl_module: LightningModule, step: int) -> None:
         state = whole_tensors(trainer.strategy.lightning_module_state_dict(), self.module)
         if trainer.is_global_zero:
-            publish(self._folder(), state, step, keep=self.keep)
+            place = self._place()
+            publish(policy_folder(place.root), state, step, keep=self.keep, files=place.files)
 
-    def _folder(self) -> Path:
+    def _place(self) -> Place:
         if isinstance(self.queue, str):
-            policy_folder(os.fspath(self.storage_path))  # makes no queue where that cannot be
-            return policy_folder(open_place(self.queue, self.storage_path).root)
-        return policy_folder(self.queue.engine.place.root)
+            return open_place(self.queue, self.storage_path, storage_options=self.storage_options)
+        return self.queue.engine.place
 
 
 def whole_tensors(state: Mapping[str, Any], module: str | None) -> dict[str, Tensor]:

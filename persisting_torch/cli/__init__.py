@@ -15,7 +15,8 @@ from persisting_torch.errors import PersistingError
 DONE, FAILED, MISTAKEN, INTERRUPTED = 0, 1, 2, 130
 
 EPILOG = """\
-QUEUE is a queue's name under --storage-path, or the path of its folder. No command makes a queue.
+QUEUE is a queue's name under --storage-path, or the path of its folder; paths may be URLs such as
+s3://bucket/folder. No command makes a queue.
 Exit codes: 0 done; 1 failed, or verify found faults; 2 there is no such queue, task or partition.
 """
 
@@ -64,6 +65,15 @@ def _parser() -> argparse.ArgumentParser:
     where = argparse.ArgumentParser(add_help=False)
     where.add_argument(
         "--storage-path", default="./data", metavar="PATH", help="where queues are (./data)"
+    )
+    where.add_argument(
+        "--storage-option",
+        type=_option,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="how to reach an object store, such as aws_region=eu-central-1; may be repeated, and"
+        " the environment (AWS_REGION) says the rest",
     )
     queue = argparse.ArgumentParser(add_help=False, parents=[where, output])
     queue.add_argument("queue", metavar="QUEUE", help="a queue's name, or the path of its folder")
@@ -114,3 +124,10 @@ def _count(text: str) -> int:
     if number < 0:
         raise argparse.ArgumentTypeError(f"{text} is negative")
     return number
+
+
+def _option(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form NAME=VALUE")
+    return name, value

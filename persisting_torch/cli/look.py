@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sqlite3
 import sys
+import time
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,11 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from persisting_torch.cli import show
-from persisting_torch.cli.find import Mistake, engine_of, folders, place_of
+from persisting_torch.cli.find import Found, Mistake, engine_of, queues
 from persisting_torch.errors import PersistingError
-from persisting_torch.queue.files import LOCAL
+from persisting_torch.queue.copying import ledger_of
 from persisting_torch.queue.ledger import Ledger
-from persisting_torch.queue.names import queue_name
+from persisting_torch.queue.objects import is_url
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -24,12 +25,14 @@ if TYPE_CHECKING:
     from persisting_torch.queue.engine import Engine
 
 STEP = 100
+LOOK_SECONDS = 2.0
 ROWS_EXPORTED_AT_ONCE = 4096
 
 
 def ls(arguments: Namespace) -> int:
     """The queues under a path. Reads their ledgers only, with neither Lance nor torch."""
-    found = [_summary(folder) for folder in folders(arguments.path or arguments.storage_path)]
+    path = arguments.path or arguments.storage_path
+    found = [_summary(queue) for queue in queues(path, dict(arguments.storage_option))]
     if arguments.json:
         show.print_json(found)
     elif found:
@@ -38,15 +41,15 @@ def ls(arguments: Namespace) -> int:
             [_ls_row(queue) for queue in found],
         )
     else:
-        print(f"no queues under {os.path.abspath(arguments.path or arguments.storage_path)}")
+        print(f"no queues under {path if is_url(path) else os.path.abspath(path)}")
     return 0
 
 
-def _summary(folder: Path) -> dict[str, Any]:
+def _summary(queue: Found) -> dict[str, Any]:
     found: dict[str, Any] = {
-        "name": queue_name(folder.name),
-        "path": str(folder.absolute()),
-        "bytes": LOCAL.size(str(folder)),
+        "name": queue.name,
+        "path": queue.root,
+        "bytes": queue.files.size(queue.root),
         "samples": 0,
         "partitions": 0,
         "sealed_partitions": 0,
@@ -55,9 +58,9 @@ def _summary(folder: Path) -> dict[str, Any]:
         "last_put": None,
     }
     try:
-        place = replace(place_of(folder), writable=False)
-        if os.path.exists(place.ledger):
-            found.update(_figures(Ledger(place)))
+        place = replace(queue.open(), writable=False)
+        if place.files.exists(place.ledger):
+            found.update(_figures(ledger_of(place)))
     except (PersistingError, sqlite3.DatabaseError) as error:
         found["error"] = str(error)
     return found
@@ -172,8 +175,8 @@ def tail(arguments: Namespace) -> int:
             sys.stdout.flush()
             if not records and not arguments.follow:
                 return 0
-            if not records:
-                stream.news.wait(float("inf"))
+            while not records and not stream.news.wait(time.monotonic() + LOOK_SECONDS):
+                engine.ledger.catch_up()  # from an object store, from which no news come
 
 
 def verify(arguments: Namespace) -> int:

@@ -136,14 +136,15 @@ def _parts(finder: Finder, place: Place, storage_path: str) -> Parts:
     ]
     places = [place.of_bucket(number) for number in range(place.num_buckets)]
     both = list(zip(buckets, places, strict=True))
+    rows = [BucketStore(bucket, own, "data") for bucket, own in both]
     return many_parts(
         place,
         shared.ledger,
         shared.books,
         SharedLock(Head(buckets[0])),
-        rows=[BucketStore(bucket, own, "data") for bucket, own in both],
+        rows=rows,
         late=[BucketStore(bucket, own, "late") for bucket, own in both],
-        appenders=[RemoteAppender(bucket) for bucket in buckets],
+        appenders=[RemoteAppender(*one) for one in zip(buckets, rows, strict=True)],
         shards=[],
         upkeep_lock=ThreadLock("upkeep"),
         tends_ledger=False,
@@ -240,14 +241,30 @@ class BucketStorage:
         except PersistingError:
             return  # whoever asks for rows is told
 
+    def settle(self, limit: float, *, anyway: bool) -> bool:
+        """See Service. With the ledger: not while somebody has the queue alone.
+
+        The rows are closed here, since that waits for transactions of this process, which need the
+        ledger to be answered for.
+        """
+        if self._ledger is not None and not self._ledger.have_alone(limit) and not anyway:
+            return False
+        self._close_rows()
+        if self._ledger is not None:
+            self._ledger.have_turn(limit)  # or whoever has it tries again elsewhere
+        return True
+
     def close(self) -> None:
         """Write what there is to write, and end."""
-        with self._opening:
-            self._closed = True
-            if self._rows is not None:
-                self._rows.close()
+        self._close_rows()
         if self._ledger is not None:
             self._ledger.close()
+
+    def _close_rows(self) -> None:
+        with self._opening:
+            rows, self._rows, self._closed = self._rows, None, True
+        if rows is not None:
+            rows.close()
 
     def abandon(self) -> None:
         """End without a trace: the bucket belongs to another owner by now."""

@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from persisting_torch.cluster import runtime as runtimes
 from persisting_torch.cluster.addresses import (
@@ -26,9 +26,6 @@ from persisting_torch.errors import PersistingError, WaitTimeout
 from persisting_torch.queue.lifecycle import listen_to_sigterm
 from persisting_torch.queue.threads import in_thread
 
-if TYPE_CHECKING:
-    from persisting_torch.cluster.node import OpenService
-
 JOIN_SECONDS = 20.0
 TORCHRUN_SECONDS = 60.0
 POLL_SECONDS = 0.05
@@ -45,7 +42,6 @@ async def init(
     insecure: bool = False,
     durability: Literal["flush", "fsync"] = "flush",
     timeout: float = JOIN_SECONDS,
-    open_service: OpenService | None = None,
 ) -> None:
     """Join the cluster: from now on every Queue of this process is distributed.
 
@@ -70,15 +66,7 @@ async def init(
     WaitTimeout if no seed takes this process in: it is not there, or it has another passphrase.
     """
     join = _Join(
-        addr,
-        list(seeds or ()),
-        passphrase,
-        owns_buckets,
-        name,
-        insecure,
-        durability,
-        timeout,
-        open_service,
+        addr, list(seeds or ()), passphrase, owns_buckets, name, insecure, durability, timeout
     )
     try:
         await in_thread(join.run)
@@ -95,7 +83,6 @@ def init_from_torchrun(
     insecure: bool = False,
     durability: Literal["flush", "fsync"] = "flush",
     timeout: float = TORCHRUN_SECONDS,
-    open_service: OpenService | None = None,
 ) -> None:
     """Join a cluster made of the ranks of this torchrun job; blocks until that is done.
 
@@ -120,7 +107,7 @@ def init_from_torchrun(
     name = f"{socket.gethostname()}:{local}"
     own = seed if rank == 0 else f"{towards(master)}:0"
     owns, seeds = local == 0, [seed]
-    _Join(own, seeds, passphrase, owns, name, insecure, durability, timeout, open_service).run()
+    _Join(own, seeds, passphrase, owns, name, insecure, durability, timeout).run()
     listen_to_sigterm()
 
 
@@ -146,7 +133,6 @@ class _Join:
     insecure: bool
     durability: str
     timeout: float
-    open_service: OpenService | None
     cancelled: bool = False
 
     def run(self) -> None:
@@ -172,9 +158,7 @@ class _Join:
                 if listening is not None:
                     self._await_others(runtime, listening, deadline)
                 if self.owns_buckets:
-                    runtime.start_node(
-                        self.name, self.open_service, fsync=self.durability == "fsync"
-                    )
+                    runtime.start_node(self.name, fsync=self.durability == "fsync")
                 self._check_wanted()
             except BaseException:
                 runtime.end()

@@ -16,8 +16,11 @@ from typing import Any, NamedTuple, Protocol
 import pyarrow as pa
 
 from persisting_torch.cluster.finder import Member
+from persisting_torch.cluster.making import Making, Told
+from persisting_torch.cluster.moving import Mover, owner_seen
 from persisting_torch.cluster.plane import Peer, Server, waiting
 from persisting_torch.cluster.secret import Credentials
+from persisting_torch.cluster.trouble import Elsewhere, Trouble
 from persisting_torch.cluster.wire import Message
 from persisting_torch.errors import BucketUnavailable, PersistingError, QueueClosed, StaleOwner
 from persisting_torch.queue.files import LOCAL, Files
@@ -29,11 +32,11 @@ from persisting_torch.queue.threads import Background, at_once
 log = logging.getLogger(__name__)
 
 OPENING_SECONDS = 1.0  # for which whoever asks for an owner waits; then it asks again
-AGAIN_SECONDS = 1.0
 END_SECONDS = 5.0
 KNOWS_SECONDS = 0.5
 REMOTE_SECONDS = 0.9  # from beat to beat where each is requests to an object store
 WATCHED_SECONDS = 20.0
+SETTLE_SECONDS = 2.0
 
 Answer = tuple[Message, "pa.Table | None"]
 
@@ -53,6 +56,12 @@ class Service(Protocol):
     """What answers for one bucket that this process owns."""
 
     def answer(self, request: Message, table: pa.Table | None, /) -> Answer: ...
+
+    def settle(self, limit: float, *, anyway: bool) -> bool:
+        """Let what is under way end, since `close` follows.
+
+        False, with all as it was, if that takes longer; unless it has to be `anyway`.
+        """
 
     def close(self) -> None:
         """Write what there is to write, and end."""
@@ -87,8 +96,7 @@ class Keeping:
     lock: threading.Lock = field(default_factory=threading.Lock)
     held: Held | None = None
     opening: Background | None = None
-    trouble: str = ""
-    not_before: float = 0.0
+    trouble: Trouble = field(default_factory=Trouble)
     failing: bool = False
     look: Background | None = None
     looked: float = 0.0
@@ -118,7 +126,6 @@ class Keeping:
             if self.held is None and self.opening is None:
                 # What was seen of the owner stays, for handles with different keys may take turns.
                 self.files = self.watch.files = files
-                self.not_before = 0.0
 
 
 class Node:
@@ -142,6 +149,8 @@ class Node:
         self._end = threading.Lock()
         self._end.acquire()
         self.server = Server(host, self.answer, credentials)
+        self._mover = Mover(self, credentials)
+        self._making = Making(name)
         self._keeper = Background(self._keep)
 
     @property
@@ -158,8 +167,13 @@ class Node:
             return Message({"nodes": nodes}), None
         key = Key(header["queue"], header["storage_path"], int(header["bucket"]))
         if header["op"] == "knows":
+            making = self._making.is_at(key)  # first: it may be there before the next line
             known = found_at(key.queue, key.storage_path) is not None
-            return Message({"known": known}), None
+            return Message({"known": known, "making": making}), None
+        if header["op"] == "sees":
+            if self._closing:
+                raise BucketUnavailable(f"{self.name} is closing.")
+            return Message({"incarnation": owner_seen(key, header.get("storage_options"))}), None
         if header["op"] == "where":
             with _aside(is_url(key.storage_path)):
                 return self._where(key, header.get("split"), header.get("storage_options")), None
@@ -182,7 +196,11 @@ class Node:
         """The owner of a bucket; this node, if there is none or it is dead."""
         kept = self._keeping(key, split, options)
         with kept.lock:
-            if kept.held is None and kept.opening is None and time.monotonic() > kept.not_before:
+            if (
+                kept.held is None
+                and kept.opening is None
+                and time.monotonic() > kept.trouble.not_before
+            ):
                 dead = kept.watch.dead()
                 if dead is not None and not self._closing:
                     after = dead.epoch
@@ -197,7 +215,7 @@ class Node:
             return Message(asdict(held.ownership.owner))
         owner = read_owner(kept.folder, kept.files)
         if owner is None or owner.incarnation in ("", self.incarnation):
-            return Message({"why": kept.trouble or f"{self.name} is not ready to own {key}."})
+            return Message({"why": kept.trouble.text or f"{self.name} is not ready to own {key}."})
         if not owner.address:
             return Message(
                 {
@@ -247,21 +265,23 @@ class Node:
             return open_place(key.queue, key.storage_path, asked or None, options), False
         found = found_at(key.queue, key.storage_path)
         is_part = found.get("part", False) if found else key.bucket > 0
-        if key.bucket == 0 and (is_part or (not found and self._is_elsewhere(key))):
+        if key.bucket == 0 and is_part:
             raise BucketUnavailable(f"{key} lies on storage that {self.name} does not see.")
         asked = split and Split(split[0], split[1], distributed=True, part=is_part)
-        return open_place(key.queue, key.storage_path, asked or None), is_part
+        anew = key.bucket == 0 and not found
+        with self._making.alone(key, lambda: self._told(key)) if anew else nullcontext():
+            return open_place(key.queue, key.storage_path, asked or None), is_part
 
-    def _is_elsewhere(self, key: Key) -> bool:
-        """Whether another node that answers has storage on which the queue is."""
-        found: list[str] = []
+    def _told(self, key: Key) -> list[Told]:
+        """What the other nodes that answer say of a queue: whether they have it, or make it."""
+        found: list[Told] = []
         request = Message({"op": "knows", **key._asdict()})
 
         def ask(node: Member) -> None:
             peer = Peer(node.address, self._credentials)
             try:
-                if peer.ask(request, KNOWS_SECONDS).header["known"]:
-                    found.append(node.name)
+                said = peer.ask(request, KNOWS_SECONDS).header
+                found.append(Told(node.name, said["known"], said["making"]))
             except BucketUnavailable:
                 return  # a dead node cannot tell
             finally:
@@ -270,7 +290,7 @@ class Node:
         others = [node for node in self.discover() if node.address != self.server.address]
         with waiting():
             at_once([partial(ask, node) for node in others])
-        return bool(found)
+        return found
 
     def _take(self, key: Key, kept: Keeping, after: int) -> None:
         """Become the owner of a bucket, and open it."""
@@ -284,11 +304,11 @@ class Node:
                 held = kept.held = Held(ownership)
                 held.service = self._open_service(key, ownership)
                 log.info("%s owns %s now", self.name, key)
-                kept.trouble = ""
+                kept.trouble.end()
         except Exception as error:  # told to those who ask for the owner
-            kept.trouble = f"{self.name} could not open {key}: {error}"
-            kept.not_before = time.monotonic() + AGAIN_SECONDS
-            log.warning("%s", kept.trouble, exc_info=not isinstance(error, PersistingError))
+            text = f"{self.name} could not open {key}: {error}"
+            if kept.trouble.note(text, lasting=isinstance(error, Elsewhere)):
+                log.warning("%s", text, exc_info=not isinstance(error, PersistingError))
             if ownership is not None:
                 kept.held = None
                 with suppress(OSError):  # else others find out by themselves, in some seconds
@@ -296,6 +316,10 @@ class Node:
         finally:
             with kept.lock:
                 kept.opening = None
+
+    def options_for(self, key: Key) -> dict[str, str] | None:
+        """How this node reaches the store of a bucket that it keeps."""
+        return self._kept[key].files.options
 
     # Keeping
 
@@ -308,6 +332,7 @@ class Node:
                 elif kept.is_due():
                     # A store that does not answer holds up nothing but its own bucket.
                     kept.look = Background(partial(self._look_after, key, kept))
+            self._mover.look()
 
     def _look_after(self, key: Key, kept: Keeping) -> None:
         held = kept.held
@@ -345,13 +370,15 @@ class Node:
         if self._closing:
             return
         self._closing = True
+        self._mover.end(END_SECONDS)
         troubles: list[BaseException] = []
         # The ledger last: the other buckets of a queue may still have something to enter there.
         for key in sorted(self._kept, key=lambda key: -key.bucket):
-            try:
-                self._leave(self._kept[key])
-            except Exception as error:
-                troubles.append(error)
+            for end in (self._settle, self._leave):
+                try:
+                    end(self._kept[key])
+                except Exception as error:
+                    troubles.append(error)
         self._end.release()
         self._keeper.join(END_SECONDS)
         for kept in self._kept.values():
@@ -362,11 +389,20 @@ class Node:
             raise troubles[0]
 
     @staticmethod
-    def _leave(kept: Keeping) -> None:
+    def _settle(kept: Keeping, *, anyway: bool = True) -> bool:
+        """Let what is under way in a bucket end; False if it is to stay as it is for now."""
         with kept.lock:
             opening = kept.opening
         if opening is not None:
             opening.join(END_SECONDS)
+        held = kept.held
+        if held is None or held.service is None:
+            return False
+        return held.service.settle(SETTLE_SECONDS, anyway=anyway)
+
+    @staticmethod
+    def _leave(kept: Keeping, away: float = 0.0) -> None:
+        """Close a bucket and give it up; it is not taken back for `away` seconds."""
         held = kept.held
         if held is not None:
             service, held.service = held.service, None
@@ -374,5 +410,36 @@ class Node:
                 if service is not None:
                     service.close()
             finally:
+                kept.trouble.not_before = time.monotonic() + away
                 held.ownership.give_up()
-                kept.held = None
+                with kept.lock:
+                    kept.held = None if kept.held is held else kept.held
+
+    # Handing over
+
+    def owned(self) -> list[Key]:
+        """The buckets that this node owns and answers for."""
+        kept = list(self._kept.items())
+        return sorted(key for key, one in kept if one.held is not None and one.held.service)
+
+    def give_up(self, key: Key, away: float) -> bool:
+        """Leave a bucket to another node, and do not take it back for `away` seconds.
+
+        False if somebody has its queue alone, and it stays.
+        """
+        kept, settled = self._kept[key], True
+        try:
+            settled = self._settle(kept, anyway=False)
+        finally:
+            if settled:  # also with an error, after which it serves nobody any more
+                self._leave(kept, away)
+        return settled
+
+    def want_again(self, key: Key) -> None:
+        """Take a bucket that was given up, if anybody asks for it."""
+        self._kept[key].trouble.not_before = 0.0
+
+    def is_free(self, key: Key) -> bool:
+        """Whether a bucket was given up, and nobody has taken it since."""
+        dead = self._kept[key].watch.dead()
+        return dead is not None and not dead.incarnation

@@ -29,6 +29,7 @@ from persisting_torch.queue.storage import RowStore
 from persisting_torch.queue.threads import Background
 
 ANSWER_SECONDS = 5.0
+NEAR_BYTES = 256 << 10
 SLOWEST_BYTES_PER_SECOND = 20e6
 READ_SECONDS = 10.0
 LOCK_SECONDS = 120.0
@@ -37,13 +38,19 @@ BEAT_SECONDS = 0.5
 
 @dataclass
 class RemoteAppender:
-    """Puts samples, and fields of samples, into a bucket by messages to its owner."""
+    """Puts samples, and fields of samples, into a bucket by messages to its owner.
+
+    Much at a time is written to files here, where this process sees the bucket's storage; the owner
+    is only told of them then.
+    """
 
     bucket: Bucket
+    store: BucketStore
     writer: str = ""
 
     def append(self, composed: Composed) -> None:
         """Have them stored, once however often it takes."""
+        table = composed.table
         header = {
             "runs": composed.runs,
             "arrivals": [
@@ -53,8 +60,26 @@ class RemoteAppender:
             "keys": composed.keys,
             "writer": self.writer,
         }
-        table = composed.table
-        self.bucket.put("append", header, table, seconds=_seconds_for(table))
+        if table.nbytes < NEAR_BYTES or not self._append_near(header, table):
+            self.bucket.put("append", header, table, seconds=_seconds_for(table))
+
+    def _append_near(self, header: dict[str, Any], table: pa.Table) -> bool:
+        """The same without sending the rows; False if they have to be sent.
+
+        Files that come to nothing are not removed, since an answer that was lost may have been that
+        they are rows now. Lance removes them a week later.
+        """
+        near = self.store.near()
+        if near is None:
+            return False
+        try:
+            written = near.stage(table)
+        except OSError:
+            return False  # this process may only read there, or the owner says what is wrong
+        if written is None:
+            return False
+        told = {**header, "fragments": [part.to_json() for part in written]}
+        return bool(self.bucket.ask("append_written", told).header["done"])
 
     def append_late(
         self,
@@ -89,7 +114,7 @@ def _seconds_for(table: pa.Table) -> float:
 
 
 def composed_of(header: dict[str, Any], table: pa.Table) -> Composed:
-    """What an `append` says, as its sender had it."""
+    """What an `append` or `append_written` says, as its sender had it."""
     return Composed(
         table=table,
         runs=[(first, count) for first, count in header["runs"]],
@@ -140,13 +165,17 @@ class BucketStore:
         if not self._asked:
             with self._lock:
                 if not self._asked:
-                    owner = self._bucket.owner()
-                    files = self._place.files
-                    found = read_owner(self._place.bucket, files)
-                    if found is not None and found.incarnation == owner.incarnation:
-                        self._near = RowStore(self.path, files=files)
+                    if not self._is_near():
+                        self._bucket.ask("alive")  # what was known of its owner may be old
+                    if self._is_near():
+                        self._near = RowStore(self.path, files=self._place.files)
                     self._asked = True
         return self._near
+
+    def _is_near(self) -> bool:
+        owner = self._bucket.owner()
+        found = read_owner(self._place.bucket, self._place.files)
+        return found is not None and found.incarnation == owner.incarnation
 
     def exists(self) -> bool:
         near = self.near()

@@ -10,10 +10,13 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from lance.fragment import FragmentMetadata
 
+from persisting_torch.cluster.peer import aligned
 from persisting_torch.cluster.remote import composed_of, held_of, late_of
+from persisting_torch.cluster.trouble import Elsewhere
 from persisting_torch.cluster.wire import Message
-from persisting_torch.errors import BucketUnavailable, StaleOwner
+from persisting_torch.errors import StaleOwner
 from persisting_torch.queue.books import Books
 from persisting_torch.queue.engine import Engine
 from persisting_torch.queue.files import LOCAL
@@ -27,7 +30,7 @@ from persisting_torch.queue.shard import Shard
 from persisting_torch.queue.shards import BucketCommitter
 from persisting_torch.queue.storage import RowStore
 
-ALIGNMENT = 16  # bytes; the widest that a type of Arrow asks for
+PUT_SECONDS = 2.0
 
 Answer = tuple[Message, "pa.Table | None"]
 Operation = Callable[[Message, "pa.Table | None"], Answer]
@@ -86,8 +89,10 @@ class RowService:
             local=False,
         )
         self.engine = Engine(place, parts=parts)
+        self._leaving = False
         self.operations: Mapping[str, Operation] = {
             "append": self._append,
+            "append_written": self._append_written,
             "append_late": self._append_late,
             "rows": self._rows,
             "figures": self._figures,
@@ -95,8 +100,16 @@ class RowService:
         }
 
     def close(self) -> None:
-        """End upkeep, and let the bucket go."""
+        """End upkeep, let the put that is being written end, and let the bucket go."""
+        self.engine.tending.stop()
+        self._leaving = True
+        if self.committer.lock.acquire(PUT_SECONDS):
+            self.committer.lock.release()
         self.engine.close()
+
+    def _refuse_if_leaving(self) -> None:
+        if self._leaving:
+            raise StaleOwner(f"{self.engine.place.root} is given to another owner. Ask that one.")
 
     def abandon(self) -> None:
         """Let go of a bucket that belongs to another owner by now."""
@@ -107,10 +120,22 @@ class RowService:
     def _append(self, request: Message, table: pa.Table | None) -> Answer:
         assert table is not None
         with self.committer.lock:
+            self._refuse_if_leaving()
             self.committer.writer = request.header["writer"]
             self.committer.append(composed_of(request.header, aligned(table)))
         self.engine.tending.note_flush(table.nbytes)
         return Message({}), None
+
+    def _append_written(self, request: Message, table: pa.Table | None) -> Answer:
+        header = request.header
+        fragments = [FragmentMetadata.from_json(json.dumps(told)) for told in header["fragments"]]
+        with self.committer.lock:
+            self._refuse_if_leaving()
+            self.committer.writer = header["writer"]
+            done = self.committer.append_written(composed_of(header, pa.table({})), fragments)
+        files = [file for part in fragments for file in part.files]
+        self.engine.tending.note_flush(sum(file.file_size_bytes or 0 for file in files))
+        return Message({"done": done}), None
 
     def _append_late(self, request: Message, table: pa.Table | None) -> Answer:
         assert table is not None
@@ -119,6 +144,7 @@ class RowService:
         finishing = self._finishing(header)
         try:
             with self.committer.lock:
+                self._refuse_if_leaving()
                 self.committer.writer = header["writer"]
                 first_row = self.committer.append_late(
                     late_of(header, aligned(table)), header["partition"], keys, finishing
@@ -169,23 +195,6 @@ def _store(path: str, place: Place, fsync: bool) -> RowStore:
     return RowStore(path, files=place.files, alone=True)
 
 
-def aligned(table: pa.Table) -> pa.Table:
-    """The table with each buffer at an address that suits its type, as Lance needs it."""
-    columns = [
-        column if _is_aligned(column) else pa.concat_arrays(column.chunks)
-        for column in table.columns
-    ]
-    return pa.Table.from_arrays(columns, schema=table.schema)
-
-
-def _is_aligned(column: pa.ChunkedArray) -> bool:
-    return all(
-        buffer is None or buffer.address % ALIGNMENT == 0
-        for chunk in column.chunks
-        for buffer in chunk.buffers()
-    )
-
-
 class RemoteFinishing(Finishing):
     """Work that producers of another process finish."""
 
@@ -196,12 +205,12 @@ class RemoteFinishing(Finishing):
 
 
 def _come_home(tx: sqlite3.Connection, place: Place, bucket: int, node: str) -> None:
-    """Note where the bucket's rows lie. Raises BucketUnavailable if that is on other storage."""
+    """Note where the bucket's rows lie. Raises Elsewhere if that is on other storage."""
     key = f"home:{bucket}"
     found = tx.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
     storage, last = json.loads(found[0]) if found else (place.storage, node)
     if storage != place.storage:
-        raise BucketUnavailable(
+        raise Elsewhere(
             f"bucket {bucket} of queue {place.queue!r} lies on storage that {node} does not see;"
             f" {last} had it last."
         )

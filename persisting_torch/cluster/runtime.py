@@ -22,7 +22,7 @@ from persisting_torch.errors import PersistingError, WaitTimeout
 from persisting_torch.queue.lifecycle import after_closing
 
 if TYPE_CHECKING:
-    from persisting_torch.cluster.node import Node, OpenService
+    from persisting_torch.cluster.node import Node
 
 PASSPHRASE = "PERSISTING_TORCH_PASSPHRASE"
 START_SECONDS = 30.0
@@ -86,20 +86,12 @@ class Runtime:
             return False
         return not pulsing.is_initialized() or pulsing.get_system() is not self.system
 
-    def start_node(
-        self,
-        name: str | None = None,
-        open_service: OpenService | None = None,
-        *,
-        fsync: bool = False,
-    ) -> None:
+    def start_node(self, name: str | None = None, *, fsync: bool = False) -> None:
         """Make this process one that owns buckets, and tell the cluster."""
+        from persisting_torch.cluster import engine
         from persisting_torch.cluster.node import Node
 
-        if open_service is None:
-            from persisting_torch.cluster import engine
-
-            open_service = partial(engine.BucketStorage, finder=self.finder, fsync=fsync)
+        open_service = partial(engine.BucketStorage, finder=self.finder, fsync=fsync)
         sys.setswitchinterval(min(SWITCH_SECONDS, sys.getswitchinterval()))
         name = name or f"{socket.gethostname()}:{self.address.port}"
         self.node = Node(name, self.address.host, self.credentials, open_service)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import pyarrow as pa
@@ -43,6 +44,7 @@ class LedgerService:
         self.log = Log()
         self.turns = Turns(f"the ledger of {ledger.place.root}")
         self.alone = Turns(f"the files of {ledger.place.root}")
+        self._last_turns = ExitStack()
         self._tidy_due = time.monotonic()
         ledger.share(Sharing(ownership.owner.epoch, self.log, self.turns, ownership.check))
         self.operations: Mapping[str, Operation] = {
@@ -86,12 +88,39 @@ class LedgerService:
             )
         return operation(request, table)
 
+    def settle(self, limit: float, *, anyway: bool) -> bool:
+        """See Service."""
+        if not self.have_alone(limit) and not anyway:
+            return False
+        self.have_turn(limit)  # or whoever has it tries again elsewhere
+        return True
+
+    def have_alone(self, limit: float) -> bool:
+        """Whether nobody has the queue alone from now on, and none will get that here."""
+        return self._take_last(self.alone, limit)
+
+    def have_turn(self, limit: float) -> bool:
+        """Whether nobody has the turn to write from now on, and none will get it here."""
+        return self._take_last(self.turns, limit)
+
+    def _take_last(self, turns: Turns, limit: float) -> bool:
+        try:
+            self._last_turns.enter_context(turns.held(None, limit))
+        except WaitTimeout:
+            return False
+        return True
+
     def close(self) -> None:
+        """End; all who wait for news, or for a turn, ask the next owner."""
         self.ledger.close()
+        for turns in (self.turns, self.alone):
+            turns.end()
+        self.log.end()
+        self._last_turns.close()
 
     def abandon(self) -> None:
         """Let go of a ledger that belongs to another owner by now."""
-        self.ledger.close()
+        self.close()
 
     # Following
 

@@ -56,18 +56,17 @@ class QueueHandle:
         if is_url(self.storage_path):
             options = self._options.get("storage_options")
             if found_at(self.name, self.storage_path, options) is None:
-                raise self._missing(self.storage_path, "")
+                raise self._missing(self.storage_path, find_queues(self.storage_path, options))
             return
         root = Path(self.storage_path).expanduser().absolute()
         if (root / directory_name(self.name) / MARK).exists():
             return
-        others = ", ".join(map(repr, find_queues(root)[:10])) if root.is_dir() else ""
-        there = f"It holds {others}" if others else "It holds no queue"
-        raise self._missing(str(root), f" {there}.")
+        raise self._missing(str(root), find_queues(root) if root.is_dir() else [])
 
-    def _missing(self, root: str, there: str) -> PersistingError:
+    def _missing(self, root: str, others: list[str]) -> PersistingError:
+        there = f"It holds {', '.join(map(repr, others[:10]))}" if others else "It holds no queue"
         return PersistingError(
-            f"there is no queue {self.name!r} under storage_path {root!r}.{there}"
+            f"there is no queue {self.name!r} under storage_path {root!r}. {there}."
             " Check both; where the trainer starts before the producers, make the queue first"
             " with Queue(name, storage_path), or give that Queue instead of its name."
         )

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from persisting_torch.datasets.reading import Pass, identity
 from persisting_torch.errors import PersistingError
-from persisting_torch.queue.demand import LONGEST_WAIT_SECONDS
+from persisting_torch.queue.patience import LONGEST_WAIT_SECONDS
 
 if TYPE_CHECKING:
     from persisting_torch.datasets.loader import PersistingDataLoader

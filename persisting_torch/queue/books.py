@@ -156,6 +156,11 @@ class Books:
                 with self.ledger.reading() as tx:
                     self.refresh(tx)
 
+    def catch_up(self) -> None:
+        """Read all that was committed before this call, by whomever."""
+        self.ledger.catch_up()
+        self.follow()
+
     def follow_others(self) -> None:
         """Read what other processes or handles may have changed."""
         with self.ledger.lock:

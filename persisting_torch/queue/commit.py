@@ -47,17 +47,19 @@ class Committer:
 
     def append(self, composed: Composed) -> None:
         """Commit new samples; they are durable, and visible to all, when this returns."""
-        note = {
-            "runs": composed.runs,
-            "keys": composed.keys,
-            "writer": self.writer,
-        }
         with self.lock:
             self.recover()
             table = composed.table
             self._commit(
-                "data", len(table), lambda: self.rows.append(table), note, composed.arrivals
+                "data",
+                len(table),
+                lambda: self.rows.append(table),
+                self._note(composed),
+                composed.arrivals,
             )
+
+    def _note(self, composed: Composed) -> dict[str, Any]:
+        return {"runs": composed.runs, "keys": composed.keys, "writer": self.writer}
 
     def append_late(
         self,

@@ -8,22 +8,22 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from persisting_torch.errors import WaitTimeout
 from persisting_torch.queue.assignments import Assignment, End, Last, Order
 from persisting_torch.queue.look import Sampler, needs_of
-from persisting_torch.queue.pacing import check_order, puts_wait
+from persisting_torch.queue.pacing import check_order
+from persisting_torch.queue.patience import FIRST_NOTICE_SECONDS, Patience
 from persisting_torch.queue.producers import Vigil
+from persisting_torch.queue.report import supply
 from persisting_torch.queue.waiting import News
 
 if TYPE_CHECKING:
     from persisting_torch.queue.engine import Engine
 
 log = logging.getLogger(__name__)
-
-LONGEST_WAIT_SECONDS = 1800.0
-FIRST_NOTICE_SECONDS = 30.0
 
 
 @dataclass
@@ -39,8 +39,6 @@ class Demand:
     last: Last
     sampler: Sampler | None
     sampling: dict[str, Any] = field(default_factory=dict)
-    _began: float = 0.0
-    _patience: float = FIRST_NOTICE_SECONDS
 
     def wait(self, k: int, limit: float, stop: threading.Event | None) -> Assignment | None:
         """Global batch k, None at the end of a sealed partition or when `stop` is set.
@@ -52,15 +50,16 @@ class Demand:
         engine = self.engine
         deadline = time.monotonic() + limit
         news, vigil = News(engine.hub, engine.ledger), Vigil(engine.producers)
-        self._began = time.monotonic()
-        self._patience = FIRST_NOTICE_SECONDS
+        patience = Patience(log, FIRST_NOTICE_SECONDS)
         while True:
             engine.writes.flush_partition(self.partition)
             order = self._order()
             found = engine.assignments.assignment(order, k)
             if isinstance(found, Assignment):
                 return found
-            if found is End or not self._wait_for_news(news, vigil, order, deadline, limit, stop):
+            if found is End:
+                return None
+            if not self._wait_for_news(news, vigil, patience, order, deadline, limit, stop):
                 return None
 
     def recut(self, k: int) -> None:
@@ -83,13 +82,14 @@ class Demand:
         self,
         news: News,
         vigil: Vigil,
+        patience: Patience,
         order: Order,
         deadline: float,
         limit: float,
         stop: threading.Event | None,
     ) -> bool:
-        patience = getattr(self.sampler, "recheck_seconds", None)
-        again = math.inf if patience is None else time.monotonic() + patience
+        often = getattr(self.sampler, "recheck_seconds", None)
+        again = math.inf if often is None else time.monotonic() + often
         while True:
             fresh = news.wait(min(deadline, vigil.due, again), stop)
             now = time.monotonic()
@@ -99,9 +99,7 @@ class Demand:
                 raise WaitTimeout(self._what_is_missing(order, limit))
             if vigil.watch():
                 check_order(self.engine, order)
-                if now - self._began >= self._patience:
-                    log.warning("still waiting: %s", self._what_is_missing(order, self._patience))
-                    self._patience *= 2
+                patience.check(partial(self._what_is_missing, order))
             self.engine.check_open()
             if fresh or now >= again:
                 return True
@@ -113,17 +111,9 @@ class Demand:
             view = engine.books.view(order.task, order.partition, order.fields)
             lacking = engine.books.lacking(view)
             ready = len(view.available)
-            last = dict(tx.execute("SELECT key, value FROM meta WHERE key LIKE 'last_%'"))
-            pace = puts_wait(tx)
+            since = supply(tx)
         asked = f" with fields {', '.join(sorted(order.fields))}" if order.fields else ""
         lacks = "".join(f", {count} lack {name}" for name, count in lacking.items())
-        if "last_put" in last:
-            by = f" by producer {last['last_writer']}" if last.get("last_writer") else ""
-            since = f"last put {time.time() - last['last_put']:.0f} s ago{by}"
-        else:
-            since = "nothing was ever put"
-        if pace is not None:
-            since += f"; puts wait for room, their capacity is {pace.capacity}"
         return (
             f"waited {waited:g} s for {order.size} {order.unit} of"
             f" {engine.place.queue}/{order.partition}{asked} for task {order.task!r}; {ready}"

@@ -78,7 +78,25 @@ class Engine(GlobalBatches):
         self.auto_flush_interval_sec = auto_flush_interval_sec
         self.pace = pace or Pace()
         self.metrics = Metrics(enable_metrics)
+        given = parts is not None
         parts = parts or local_parts(place, fsync=durability == "fsync")
+        try:
+            self._begin(parts, batch_size, allow_pickle, zerocopy_mode, retention)
+        except BaseException:
+            if not given:
+                parts.ledger.close()  # which gives back what it holds
+            raise
+
+    def _begin(
+        self,
+        parts: Parts,
+        batch_size: int,
+        allow_pickle: bool,
+        zerocopy_mode: ZeroCopyMode,
+        retention: Retention | None,
+    ) -> None:
+        """Tie the parts together, settle what others have left, and know what is there."""
+        place = self.place
         self.ledger, self.books = parts.ledger, parts.books
         self.rows, self.late = parts.rows, parts.late
         self.committer, self.commit_lock = parts.committer, parts.committer.lock
@@ -125,7 +143,6 @@ class Engine(GlobalBatches):
             refuse_living_owner(self.place)
         except BaseException:
             end_lease(self.ledger, id(self))
-            self.ledger.close()
             raise
         return end
 

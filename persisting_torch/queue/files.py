@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import BinaryIO, Protocol
 
 
 class Files(Protocol):
@@ -36,6 +37,17 @@ class Files(Protocol):
 
     def remove(self, paths: Iterable[str]) -> None:
         """Remove files; those that are not there are gone already."""
+        ...
+
+    def reading(self, path: str) -> BinaryIO:
+        """A large file, to be read in parts and closed. Raises FileNotFoundError."""
+        ...
+
+    def writing(self, path: str) -> AbstractContextManager[BinaryIO]:
+        """A large file, written in parts: there as a whole once the block has ended, else not.
+
+        Not for two files of one folder at a time.
+        """
         ...
 
     def size(self, path: str) -> int:
@@ -81,6 +93,19 @@ class LocalFiles:
                 os.unlink(path)
             except FileNotFoundError:
                 continue
+
+    def reading(self, path: str) -> BinaryIO:
+        return open(path, "rb")
+
+    @contextmanager
+    def writing(self, path: str) -> Iterator[BinaryIO]:
+        folder, name = os.path.split(path)
+        os.makedirs(folder, exist_ok=True)
+        # Always of the same name: what a process that was killed has left is written over.
+        draft = os.path.join(folder, f"draft{os.path.splitext(name)[1]}")
+        with open(draft, "wb") as file:
+            yield file
+        os.replace(draft, path)
 
     def size(self, path: str) -> int:
         files = [os.path.join(where, name) for where, _, names in os.walk(path) for name in names]

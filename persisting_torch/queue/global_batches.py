@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from persisting_torch.queue.assignments import Assignment, Assignments, Last
-from persisting_torch.queue.demand import LONGEST_WAIT_SECONDS, Demand
+from persisting_torch.queue.demand import Demand
 from persisting_torch.queue.look import Sampler
 from persisting_torch.queue.names import check_name
 from persisting_torch.queue.options import check_batch_size
+from persisting_torch.queue.patience import LONGEST_WAIT_SECONDS
 
 if TYPE_CHECKING:
     from persisting_torch.queue.books import Books

@@ -128,7 +128,7 @@ class Journal:
                 if self.files.create(self._change_path(epoch, number), closing):
                     return changes
                 read(number)
-            statements = _statements(contents[number])
+            statements = statements_of(contents[number])
             if statements is None:
                 return changes
             changes.append(statements)
@@ -228,7 +228,7 @@ def _packed(header: dict[str, object], blobs: Sequence[bytes]) -> bytes:
     return b"".join([json.dumps(header).encode(), b"\n", *blobs])
 
 
-def _statements(content: bytes) -> list[Statement] | None:
+def statements_of(content: bytes) -> list[Statement] | None:
     """What a change has done; None for the object that closes an epoch."""
     line, _, rest = content.partition(b"\n")
     header = json.loads(line)

@@ -66,6 +66,8 @@ class LateBooks(Protocol):
 
     def follow(self) -> None: ...
 
+    def catch_up(self) -> None: ...
+
 
 class LateFields(Generic[S]):
     """Which samples have late values of which fields, and those values.
@@ -108,7 +110,7 @@ class LateFields(Generic[S]):
         try:
             table = self.store.read(run.rows(), [INDEX_COLUMN])
         except KeyError:
-            self._books.follow()
+            self._books.catch_up()
             if self._books.folds == self.folds:
                 raise
             return None

@@ -7,7 +7,6 @@ import math
 import sqlite3
 from collections.abc import Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -19,7 +18,7 @@ from pyroaring import BitMap64
 from persisting_torch.errors import SchemaError
 from persisting_torch.queue.decode import to_records, to_tensordict
 from persisting_torch.queue.fields import FieldType, Schema
-from persisting_torch.queue.policies import FOLDER, read_pointer
+from persisting_torch.queue.policies import policy_folder, read_pointer
 from persisting_torch.queue.runs import Int64s
 from persisting_torch.queue.sets import pack_set, set_of
 
@@ -97,7 +96,8 @@ class Look:
     @property
     def policy_version(self) -> int | None:
         """The newest policy version that was announced for the queue; None before the first."""
-        newest = read_pointer(Path(self._books.ledger.place.root) / FOLDER)
+        place = self._books.ledger.place
+        newest = read_pointer(policy_folder(place.root), place.files)
         return None if newest is None else newest.version
 
     def having(self, field: str) -> BitMap64:

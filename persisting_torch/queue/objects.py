@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from persisting_torch.errors import PersistingError
 
 if TYPE_CHECKING:
+    from obstore import ReadableFile, WritableFile
     from obstore.store import ObjectStore
 
 SCHEMES = ("s3",)
+BUFFER_BYTES = 8 << 20
 RETRIES = 3
 RETRY_SECONDS = 10.0
 CLIENT = {"timeout": "20s", "connect_timeout": "5s"}  # of one request, unless options say so
@@ -46,7 +49,14 @@ class ObjectFiles:
         self._store = _open(root, self.options)
 
     def exists(self, path: str) -> bool:
-        return bool(self._listed(path)["objects"]) or bool(self.names(path))
+        import obstore
+
+        try:
+            with self._errors():
+                obstore.head(self._store, self._key(path))
+        except FileNotFoundError:
+            return bool(self.names(path))
+        return True
 
     def names(self, folder: str) -> list[str]:
         found = self._listed(f"{folder}/")
@@ -92,6 +102,25 @@ class ObjectFiles:
         with self._errors():
             obstore.delete(self._store, [self._key(path) for path in paths])
 
+    def reading(self, path: str) -> BinaryIO:
+        import obstore
+
+        with self._errors():
+            found = obstore.open_reader(self._store, self._key(path), buffer_size=BUFFER_BYTES)
+        return io.BufferedReader(_Reading(found, self._errors), BUFFER_BYTES)
+
+    @contextmanager
+    def writing(self, path: str) -> Iterator[BinaryIO]:
+        import obstore
+
+        with self._errors():
+            draft = obstore.open_writer(self._store, self._key(path), buffer_size=BUFFER_BYTES)
+        with io.BufferedWriter(_Writing(draft, self._errors), BUFFER_BYTES) as file:
+            yield file
+            file.flush()
+            with self._errors():
+                draft.close()  # which makes the object; without it there is none
+
     def size(self, path: str) -> int:
         import obstore
 
@@ -128,6 +157,44 @@ class ObjectFiles:
 
     def _no_bucket(self) -> str:
         return f"there is no bucket {self.root.split('/')[2]!r}"
+
+
+class _Reading(io.RawIOBase):
+    """An object as a file that is read."""
+
+    def __init__(self, found: ReadableFile, errors: Callable[[], AbstractContextManager[None]]):
+        self._found = found
+        self._errors = errors
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        return int(self._found.seek(offset, whence))
+
+    def readinto(self, buffer: Any, /) -> int:
+        with self._errors():
+            read = memoryview(self._found.read(len(buffer)))
+        buffer[: len(read)] = read
+        return len(read)
+
+
+class _Writing(io.RawIOBase):
+    """An object as a file that is written."""
+
+    def __init__(self, draft: WritableFile, errors: Callable[[], AbstractContextManager[None]]):
+        self._draft = draft
+        self._errors = errors
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, content: Any, /) -> int:
+        with self._errors():
+            return int(self._draft.write(bytes(content)))
 
 
 def _open(root: str, options: dict[str, str]) -> ObjectStore:

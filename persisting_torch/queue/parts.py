@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 from persisting_torch.queue.books import Books
 from persisting_torch.queue.clearing import remove_rows
 from persisting_torch.queue.commit import Committer
+from persisting_torch.queue.copying import CopiedLedger
 from persisting_torch.queue.files import LOCAL
 from persisting_torch.queue.holding import HeldLedger, give_back, hold_of
 from persisting_torch.queue.late import LateFields
 from persisting_torch.queue.ledger import Ledger
-from persisting_torch.queue.locks import FileLock, Lock
+from persisting_torch.queue.locks import FileLock, Lock, ThreadLock
 from persisting_torch.queue.place import Place
 from persisting_torch.queue.runs import Int64s
 from persisting_torch.queue.shard import Shard, remove_strays
@@ -92,17 +93,32 @@ class Plain:
 def local_parts(place: Place, *, fsync: bool) -> Parts:
     """The parts for a queue that this machine has for itself."""
     if place.files is not LOCAL:
-        return _held_parts(place)
+        return _held_parts(place) if place.writable else _copied_parts(place)
     lock = FileLock(place.commit_lock)
     if place.writable:
         with lock:
             ledger = Ledger(place, fsync=fsync)
     else:
         ledger = Ledger(place)
+    return _parts_around(place, ledger, lock, FileLock(place.upkeep_lock), fsync=fsync)
+
+
+def _copied_parts(place: Place) -> Parts:
+    """The parts for a look at a queue in an object store, whoever has it."""
+    locks = (ThreadLock(f"{what} of queue {place.queue!r}") for what in ("the rows", "upkeep"))
+    return _parts_around(place, CopiedLedger(place), *locks)
+
+
+def _parts_around(
+    place: Place, ledger: Ledger, lock: Lock, upkeep_lock: Lock, *, fsync: bool = False
+) -> Parts:
     books = Books(ledger)
-    upkeep_lock = FileLock(place.upkeep_lock)
+
+    def store(path: str) -> RowStore:
+        return RowStore(path, fsync=fsync, files=place.files)
+
     if place.num_buckets == 1:
-        rows, late_rows = RowStore(place.data, fsync=fsync), RowStore(place.late, fsync=fsync)
+        rows, late_rows = store(place.data), store(place.late)
         late = LateFields(late_rows, rows, books)
         committer = Committer(ledger, books, lock, rows, late_rows)
         plain = Plain(ledger, books, rows, late, committer)
@@ -113,8 +129,8 @@ def local_parts(place: Place, *, fsync: bool) -> Parts:
         ledger,
         books,
         lock,
-        [RowStore(own.data, fsync=fsync) for own in places],
-        [RowStore(own.late, fsync=fsync) for own in places],
+        [store(own.data) for own in places],
+        [store(own.late) for own in places],
         upkeep_lock=upkeep_lock,
     )
 

@@ -173,8 +173,14 @@ def raise_format(place: Place) -> None:
         _write_mark(mark, {**described, "format": FORMAT})
 
 
-def find_queues(storage_path: str | os.PathLike[str]) -> list[str]:
+def find_queues(
+    storage_path: str | os.PathLike[str], storage_options: Mapping[str, str] | None = None
+) -> list[str]:
     """Names of the queues under a storage path, sorted."""
+    if is_url(storage_path):
+        from persisting_torch.queue.urls import find_remote_queues
+
+        return find_remote_queues(str(storage_path), storage_options)
     marks = Path(storage_path).expanduser().glob(f"*/{MARK}")
     return sorted(str(json.loads(mark.read_text())["name"]) for mark in marks)
 

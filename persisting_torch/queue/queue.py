@@ -212,8 +212,10 @@ class Queue(Partitions):
     ) -> AsyncIterator[list[dict[str, Any]]]:
         """Lists of records in order, `limit` records in all (None: no limit). Marks nothing.
 
-        With `wait`, waits for further records instead of ending; `timeout` seconds without one end
-        it (None: never). Raises ProducerFailed when it waits and no producer is left.
+        With `wait`, waits for further records instead of ending, until the whole queue is sealed;
+        `timeout` seconds without one end it, too (None: never; the log then says after five
+        minutes, ten, twenty, ... what is missing). Raises ProducerFailed when it waits and no
+        producer is left.
         """
         check_range(limit, offset)
         stream = self.engine.stream(offset)

@@ -40,7 +40,9 @@ class QueueReader:
     ) -> list[dict[str, Any]]:
         """Up to `limit` further records of this rank's share.
 
-        With `wait`, waits up to `timeout` seconds (None: as long as it takes) for the first.
+        With `wait`, waits up to `timeout` seconds for the first (None: as long as it takes, see
+        `Queue.stream`); none once the whole queue is sealed and read. Raises ProducerFailed when
+        it waits and no producer is left.
         """
         async for records in self.stream(limit, wait=wait, timeout=timeout):
             return records
@@ -51,7 +53,8 @@ class QueueReader:
     ) -> AsyncIterator[list[dict[str, Any]]]:
         """Lists of further records, `limit` in all (None: no limit).
 
-        Raises ProducerFailed when it waits and no producer is left.
+        It waits and ends as `Queue.stream` does. Raises ProducerFailed when it waits and no
+        producer is left.
         """
         from persisting_torch.queue.queue import _deadline
 

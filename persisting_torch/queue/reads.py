@@ -31,6 +31,8 @@ class Moved:
     row: int
     count: int
     records: list[dict[str, Any]]
+    sealed: bool
+    """Whether the whole queue was sealed by then, so that no more samples would come."""
 
 
 class Reads:
@@ -103,6 +105,7 @@ class Reads:
             rows = np.concatenate(found)
             indexes = self.books.runs.indexes_of(rows)
             waiting = self._not_committed(waiting)
+            sealed = self.books.sealed is not None
         records = self._records_of(rows, indexes) if values else []
         for chunk in waiting:
             fresh = [at for at in chunk.indexes if at not in had][: limit - count]
@@ -112,7 +115,7 @@ class Reads:
                     records += self._chunk_records(chunk, start, start + len(fresh))
                 had.update(fresh)
                 count += len(fresh)
-        return Moved(row, count, records)
+        return Moved(row, count, records, sealed)
 
     def count(self, waiting: Sequence[Chunk]) -> int:
         """Samples that are there, waiting ones included."""

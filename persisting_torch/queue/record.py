@@ -139,3 +139,9 @@ class Log:
         """Until there are changes after this one, or the time is over."""
         with self._lock:
             self._changed.wait_for(lambda: (self.id, self.last) != (log, number), seconds)
+
+    def end(self) -> None:
+        """Let nobody wait any more: there will be no changes."""
+        with self._lock:
+            self._begin()
+            self._changed.notify_all()

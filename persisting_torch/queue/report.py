@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sqlite3
+import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,12 +13,28 @@ from persisting_torch.queue.books import LateRun
 from persisting_torch.queue.clearing import deleted
 from persisting_torch.queue.gone import present_between
 from persisting_torch.queue.pacing import puts_wait
-from persisting_torch.queue.registry import Registered
+from persisting_torch.queue.registry import Registered, registered
 
 if TYPE_CHECKING:
     from persisting_torch.queue.engine import Engine
 
 VERIFY_STEP = 8192
+
+
+def supply(tx: sqlite3.Connection) -> str:
+    """Who waits for samples is told this of those who put: when they did last, and who lives."""
+    last = dict(tx.execute("SELECT key, value FROM meta WHERE key LIKE 'last_%'"))
+    told = "nothing was ever put"
+    if "last_put" in last:
+        by = f" by producer {last['last_writer']}" if last.get("last_writer") else ""
+        told = f"last put {time.time() - last['last_put']:.0f} s ago{by}"
+    pace, producers = puts_wait(tx), registered(tx)
+    if pace is not None:
+        told += f"; puts wait for room, their capacity is {pace.capacity}"
+    if producers:
+        living = ", ".join(sorted(one.name for one in producers if one.lives)) or "none"
+        told += f"; producers that live: {living}"
+    return told
 
 
 def stats(engine: Engine) -> dict[str, Any]:
@@ -187,6 +205,7 @@ def _not_cleared_since(
 
 def _rows_by_now(engine: Engine) -> float:
     """Rows that the ledger knows, or is about to, now that others may have flushed."""
+    engine.ledger.catch_up()
     with engine.ledger.reading() as tx:
         engine.books.refresh(tx)
         notes = tx.execute("SELECT count(*) FROM pending").fetchone()[0]

@@ -74,6 +74,9 @@ class ShardBooks:
     def follow(self) -> None:
         self._books.follow()
 
+    def catch_up(self) -> None:
+        self._books.catch_up()
+
 
 class Shard:
     """What upkeep needs of one bucket; the names are those of an Engine."""

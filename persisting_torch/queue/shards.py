@@ -172,18 +172,47 @@ class BucketCommitter(Committer):
     def append(self, composed: Composed) -> None:
         """Commit those of the samples that have not arrived yet."""
         with self.lock:
-            known = BitMap64()
-            with self.ledger.lock:
-                self.books.follow()
-                for (partition, _), members in composed.arrivals.items():
-                    if partition in self.books.partitions:
-                        known |= members & self.books.partitions[partition].arrived
+            known = self._arrived(composed)
             if known:
                 indexes = composed.table[INDEX_COLUMN].to_pylist()
                 fresh = [index not in known for index in indexes]
                 composed = part_of(composed, np.flatnonzero(fresh))
             if len(composed.table):
                 super().append(composed)
+
+    def append_written(self, composed: Composed, fragments: list[FragmentMetadata]) -> bool:
+        """Commit samples whose rows, but not `table`, are in files already: see RowStore.stage.
+
+        False, with nothing done, where only `append` can do it: some have arrived, or the files are
+        not those of this bucket.
+        """
+        with self.lock:
+            known = self._arrived(composed)
+            if known:
+                return known == BitMap64().union(*composed.arrivals.values())
+            count = sum(part.physical_rows for part in fragments)
+            if count != sum(length for _, length in composed.runs):
+                raise ValueError(f"{composed.runs} were to be put, and {count} rows are written")
+            if not self.rows.knows(fragments):
+                return False
+            self._commit(
+                "data",
+                count,
+                lambda: self.rows.append_written(fragments),
+                self._note(composed),
+                composed.arrivals,
+            )
+            return True
+
+    def _arrived(self, composed: Composed) -> BitMap64:
+        """Those of the samples that have arrived already."""
+        known = BitMap64()
+        with self.ledger.lock:
+            self.books.follow()
+            for (partition, _), members in composed.arrivals.items():
+                if partition in self.books.partitions:
+                    known |= members & self.books.partitions[partition].arrived
+        return known
 
     def append_kept(
         self,

@@ -10,10 +10,10 @@ from __future__ import annotations
 import copy
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Final
+from functools import cached_property, partial
+from typing import Any, Final
 
 import lance
 import numpy as np
@@ -25,9 +25,12 @@ from lance.fragment import FragmentMetadata, LanceFragment, write_fragments
 from persisting_torch.queue.files import LOCAL, Files
 from persisting_torch.queue.fragments import FragmentTable
 from persisting_torch.queue.reading import Reader
+from persisting_torch.queue.threads import at_once
 
 FILE_FORMAT: Final = "2.0"  # scans uncompressed tensors faster than later ones
 FRAGMENT_BYTES = 8 << 20
+FILES_AT_ONCE = 4
+PIECE_BYTES = 512 << 10  # written at a time; larger ones can take four times as long on ext4
 METADATA_BYTES = 4 << 20
 READ_ATTEMPTS = 3
 NEXT_ROW_ID = 14  # field number in the manifest's protobuf message
@@ -102,8 +105,46 @@ class RowStore:
         if table.num_rows == 0:
             return
         self.add_columns(table.schema)
+        self.append_written(self._write_table(table))
+
+    def stage(self, table: pa.Table) -> list[FragmentMetadata] | None:
+        """Write the rows to files that no version has yet, for whoever commits to append them.
+
+        None if the dataset is not there yet, or lacks a column; nothing is written then. Needs no
+        lock.
+        """
+        asked = set(table.column_names)
+        if not asked <= self._columns():
+            self.refresh()
+        return self._write_table(table) if asked <= self._columns() else None
+
+    def knows(self, fragments: Sequence[FragmentMetadata]) -> bool:
+        """Whether what others have written is seen here, and its columns are the dataset's."""
+        self.refresh()
+        if self._snapshot is None:
+            return False
+        schema: Any = self._snapshot.dataset.lance_schema
+        known = set(_field_ids(schema.fields()))
+        return all(set(file.fields) <= known for part in fragments for file in part.files) and all(
+            self.files.exists(os.path.join(self.path, name)) for name in data_files(fragments)
+        )
+
+    def _columns(self) -> set[str]:
+        return set() if self._snapshot is None else set(self._snapshot.dataset.schema.names)
+
+    def _write_table(self, table: pa.Table) -> list[FragmentMetadata]:
         table = _without_empty_columns(table)
-        self.append_written(self.write(table, _rows_per_file(table)))
+        rows = _rows_per_file(table)
+        files = [table.slice(first, rows) for first in range(0, len(table), rows)]
+        written: list[list[FragmentMetadata]] = [[] for _ in files]
+
+        def write(number: int) -> None:
+            written[number] = self.write(_in_pieces(files[number]), rows)
+
+        for first in range(0, len(files), FILES_AT_ONCE):
+            some = range(first, min(first + FILES_AT_ONCE, len(files)))
+            at_once([partial(write, number) for number in some])
+        return [part for parts in written for part in parts]
 
     def write(
         self, data: pa.Table | pa.RecordBatchReader, rows_per_file: int
@@ -281,7 +322,7 @@ class RowStore:
         """Add the columns that the dataset lacks, empty. The caller holds the commit lock."""
         self.refresh()
         assert self._snapshot is not None
-        present = set(self._snapshot.dataset.schema.names)
+        present = self._columns()
         lacking = [field.with_nullable(True) for field in schema if field.name not in present]
         if lacking:
             dataset = copy.copy(self._snapshot.dataset)
@@ -321,6 +362,13 @@ def data_files(fragments: Sequence[FragmentMetadata]) -> list[str]:
     return [os.path.join("data", file.path) for part in fragments for file in part.files]
 
 
+def _field_ids(fields: Iterable[Any]) -> Iterator[int]:
+    """The ids of Lance's fields, and of those within them."""
+    for field in fields:
+        yield field.id()
+        yield from _field_ids(field.children())
+
+
 def _newest(dataset: lance.LanceDataset) -> lance.LanceDataset:
     # Lance cannot move a handle that other threads are reading through, so a copy is moved.
     newest: lance.LanceDataset = copy.copy(dataset)
@@ -332,6 +380,12 @@ def _rows_per_file(table: pa.Table) -> int:
     rows: int = table.num_rows
     files: int = max(1, round(table.nbytes / FRAGMENT_BYTES))
     return -(-rows // files)
+
+
+def _in_pieces(table: pa.Table) -> pa.Table:
+    """The same table, in batches of PIECE_BYTES."""
+    rows = max(1, table.num_rows * PIECE_BYTES // max(1, table.nbytes))
+    return pa.Table.from_batches(table.to_batches(max_chunksize=rows), schema=table.schema)
 
 
 def _without_empty_columns(table: pa.Table) -> pa.Table:

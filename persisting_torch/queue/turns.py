@@ -38,6 +38,7 @@ class Turns:
         self._over: OrderedDict[str, None] = OrderedDict()
         self._holder: str | None = None
         self._heard = 0.0
+        self._ended = False
 
     def take(self, token: str, limit: float) -> None:
         """Wait for the turn.
@@ -66,6 +67,8 @@ class Turns:
 
     def _had(self, token: str, bell: threading.Lock) -> bool:
         with self._lock:
+            if self._ended:
+                raise StaleOwner(f"there are no turns to write {self.what} here any more.")
             if self._holder == token:
                 return True  # it asks again, for want of an answer
             self._refuse_late(token)
@@ -122,6 +125,14 @@ class Turns:
         finally:
             with self._lock:
                 self._end(token)
+
+    def end(self) -> None:
+        """There are no more turns: whoever waits for one gets StaleOwner."""
+        with self._lock:
+            self._ended = True
+            for waiter in self._waiting.values():
+                if waiter.bell.locked():
+                    waiter.bell.release()
 
     def _refuse_late(self, token: str) -> None:
         if token in self._over:

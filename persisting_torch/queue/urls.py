@@ -5,14 +5,22 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from urllib.parse import quote
 
 from persisting_torch.errors import PersistingError
 from persisting_torch.queue.files import Files
-from persisting_torch.queue.names import directory_name
+from persisting_torch.queue.names import directory_name, queue_name
 from persisting_torch.queue.objects import SCHEMES, ObjectFiles
 from persisting_torch.queue.place import MARK, Place, Split, mark_text, new_mark, read_mark
+from persisting_torch.queue.threads import at_once
+
+AT_ONCE = 16
+_CHECK = (
+    "Check the bucket's name, the network, and in storage_options the endpoint, the region and the"
+    " credentials."
+)
 
 
 def open_remote_place(
@@ -67,15 +75,42 @@ def found_remotely(
     return read_mark(content, root, queue, None)
 
 
-def root_of(queue: str, storage_path: str) -> str:
-    """The URL of a queue. Raises PersistingError for one that is of no use."""
+def find_remote_queues(
+    storage_path: str, storage_options: Mapping[str, str] | None = None
+) -> list[str]:
+    """Names of the queues under a URL, sorted."""
+    _check(storage_path)
+    folder = storage_path.rstrip("/")
+    files = ObjectFiles(folder, storage_options)
+    found: list[str] = []
+
+    def look(name: str) -> None:
+        if files.exists(os.path.join(folder, name, MARK)):
+            found.append(queue_name(name))
+
+    try:
+        names = files.names(folder)
+        for at in range(0, len(names), AT_ONCE):
+            at_once([partial(look, name) for name in names[at : at + AT_ONCE]])
+    except OSError as error:
+        raise PersistingError(f"{folder} cannot be listed: {error}. {_CHECK}") from error
+    return sorted(found)
+
+
+def _check(storage_path: str, whose: str = "") -> None:
+    """Raise PersistingError for a URL that is of no use."""
     scheme, _, rest = storage_path.partition("://")
     bucket = rest.partition("/")[0]
     if scheme not in SCHEMES or not bucket or set("?#") & set(rest):
         raise PersistingError(
-            f"storage_path {storage_path!r} of queue {queue!r} is a URL of a kind that this version"
-            " does not know. Give a local path, or s3://bucket/folder."
+            f"storage_path {storage_path!r}{whose} is a URL of a kind that this version does not"
+            " know. Give a local path, or s3://bucket/folder."
         )
+
+
+def root_of(queue: str, storage_path: str) -> str:
+    """The URL of a queue. Raises PersistingError for one that is of no use."""
+    _check(storage_path, f" of queue {queue!r}")
     # What reads the URL decodes it; the object's key is then the escaped name, as on a disk.
     return f"{storage_path.rstrip('/')}/{quote(directory_name(queue), safe='')}"
 
@@ -86,6 +121,5 @@ def _explained(queue: str, root: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise PersistingError(
-            f"queue {queue!r} cannot be opened at {root}: {error}. Check the bucket's name, the"
-            " network, and in storage_options the endpoint, the region and the credentials."
+            f"queue {queue!r} cannot be opened at {root}: {error}. {_CHECK}"
         ) from error

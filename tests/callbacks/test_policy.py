@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,19 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
-from persisting_torch import PersistingDataModule, Queue, WaitTimeout
+from persisting_torch import (
+    MaxStaleness,
+    PersistingDataModule,
+    Queue,
+    SequentialSampler,
+    WaitTimeout,
+)
 from persisting_torch.callbacks import PolicyPublisher, policy
-from persisting_torch.queue.policies import FOLDER, publish
+from persisting_torch.queue.objects import ObjectFiles
+from persisting_torch.queue.policies import FOLDER, policy_folder, publish
 from tests.datasets.counting import fill, fit, trainer
 from tests.queue.children import start
+from tests.queue.object_store import Gate, new_bucket, options_for, standing_in
 
 PUBLISH = """
 import sys, torch
@@ -138,6 +147,35 @@ def test_a_wait_without_a_policy_times_out_and_says_what_is_missing(tmp_path: Pa
     publish(policy("q", tmp_path).folder, {}, 4)
     with pytest.raises(WaitTimeout, match=r"newer than version 4 .*the newest is 4"):
         policy("q", tmp_path).latest(wait=True, timeout=0.1, newer_than=4)
+
+
+def test_a_wait_for_a_policy_has_a_limit_and_says_in_the_log_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("persisting_torch.queue.policies.FIRST_NOTICE_SECONDS", 0.1)
+    monkeypatch.setattr("persisting_torch.queue.policies.LONGEST_WAIT_SECONDS", 0.3)
+    for wait in (
+        lambda: policy("q", tmp_path).latest(wait=True),
+        lambda: policy("q", tmp_path).load_into(torch.nn.Linear(1, 1)),
+    ):
+        caplog.clear()
+        with pytest.raises(WaitTimeout, match=r"waited 0\.3 s for a policy of queue 'q'"):
+            wait()
+        assert "still waiting: waited 0.1 s for a policy of queue 'q'" in caplog.text
+
+
+def test_a_wait_for_a_policy_lasts_for_ever_where_that_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("persisting_torch.queue.policies.LONGEST_WAIT_SECONDS", 0.0)
+    reader = policy("q", tmp_path)
+    (tmp_path / "q").mkdir()
+    later = threading.Timer(0.2, publish, (reader.folder, {}, 1))
+    later.start()
+    found = reader.latest(wait=True, timeout=float("inf"))
+    later.join()
+    assert found is not None
+    assert found.version == 1
 
 
 def test_a_pointer_without_its_file_is_an_error_and_no_endless_search(tmp_path: Path) -> None:
@@ -296,3 +334,70 @@ def test_publishing_makes_a_queue_that_is_not_there(tmp_path: Path) -> None:
 def test_numbers_below_one_are_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="at least 1, got 0"):
         PolicyPublisher("q", **wrong)
+
+
+# In an object store
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[str]:
+    with standing_in() as endpoint:
+        yield endpoint
+
+
+def test_policies_of_a_queue_in_an_object_store_are_objects_beside_it(store: str) -> None:
+    path, options = new_bucket(store), options_for(store)
+    reader = policy("q", path, options)
+    assert reader.version is None
+    state = {"w": torch.randn(700, 3000), "n": torch.tensor(3)}  # more than a part of an upload
+    with Queue("q", path, storage_options=options) as queue:
+        place = queue.engine.place
+        folder = policy_folder(place.root)
+        for version in range(4):
+            publish(folder, {**state, "n": torch.tensor(version)}, version, files=place.files)
+        assert policy(queue).version == 3
+        assert sorted(place.files.names(folder)) == [
+            "0000000002-v2.pt",
+            "0000000003-v3.pt",
+            "newest.json",
+        ]
+    found = reader.latest(newer_than=2)
+    assert found is not None
+    assert (found.version, found.state_dict["n"]) == (3, 3)
+    assert torch.equal(found.state_dict["w"], state["w"])
+    assert reader.latest(newer_than=3) is None
+
+
+def test_a_policy_whose_upload_breaks_off_is_never_there(store: str) -> None:
+    gate = Gate(store)
+    path, options = new_bucket(store), options_for(gate.endpoint)
+    files = ObjectFiles(f"{path}/q", {**options, "timeout": "1s"})
+    folder = policy_folder(f"{path}/q")
+    publish(folder, {"n": torch.tensor(1)}, 1, files=files)
+    gate.shut = "before"
+    with pytest.raises(OSError, match="q/policy"):
+        publish(folder, {"w": torch.zeros(3_000_000)}, 2, files=files)
+    gate.shut = ""
+    assert policy("q", path, options_for(store)).version == 1
+    assert not [name for name in files.names(folder) if "v2" in name]
+
+
+def test_a_training_on_files_publishes_to_an_object_store(store: str, tmp_path: Path) -> None:
+    fill(tmp_path, 4)
+    path, options = new_bucket(store), options_for(store)
+    publisher = PolicyPublisher("q", storage_path=path, storage_options=options, module="actor")
+    fit(Net(), data_of(tmp_path), tmp_path, publisher)
+    actor = torch.nn.Linear(1, 1)
+    assert policy("q", path, options).load_into(actor, timeout=10) == 2
+    assert actor.weight.item() == 2.0
+
+
+def test_staleness_is_counted_from_a_policy_in_an_object_store(store: str) -> None:
+    path, options = new_bucket(store), options_for(store)
+    with Queue("q", path, storage_options=options) as queue:
+        queue.sync.put([{"policy_version": version} for version in range(4)])
+        place = queue.engine.place
+        publish(policy_folder(place.root), {}, 3, files=place.files)
+        sampler = MaxStaleness(SequentialSampler(), max_staleness=1)
+        found = queue.sync.get_batch(["policy_version"], 2, sampler=sampler)
+    assert found["policy_version"].tolist() == [2, 3]

@@ -1,62 +1,43 @@
-"""Real processes for tests of the cluster, told what to do a line at a time."""
+"""Processes that own ledgers or use one, told what to do a line at a time: ledger_process.py."""
 
 from __future__ import annotations
 
 import json
-import os
 import queue
-import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+from tests.cluster.processes import Process
+
 SCRIPT = Path(__file__).with_name("ledger_process.py")
 
 
-class Child:
-    """One process of ledger_process.py."""
+class Child(Process):
+    """One process of ledger_process.py. What it says is heard at once, whenever it is asked for."""
+
+    stderr = None
 
     def __init__(self, folder: Path, role: str, *rest: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(folder), role, *rest],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-        )
-        self.said: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        super().__init__(SCRIPT, folder, role, *rest)
+        self._heard: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         threading.Thread(target=self._listen, daemon=True).start()
-        self.address: str = self.hear()["ready"]
+        self.address: str = self.said()["ready"]
 
     def _listen(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.said.put(json.loads(line))
+        assert self.popen.stdout is not None
+        for line in self.popen.stdout:
+            self._heard.put(json.loads(line))
 
-    def tell(self, name: str, *arguments: Any) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps([name, *arguments]) + "\n")
-        self.process.stdin.flush()
-
-    def hear(self, limit: float = 30.0) -> dict[str, Any]:
-        return self.said.get(timeout=limit)
+    def said(self, seconds: float = 30.0) -> Any:
+        return self._heard.get(timeout=seconds)
 
     def ask(self, name: str, *arguments: Any) -> Any:
-        self.tell(name, *arguments)
-        answer = self.hear()
+        self.tell([name, *arguments])
+        answer = self.said()
         assert "answer" in answer, answer
         return answer["answer"]
-
-    def send(self, number: signal.Signals) -> None:
-        self.process.send_signal(number)
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
 
 
 class Family:

@@ -6,10 +6,8 @@ ledger_process.py FOLDER client ADDRESS...
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
-import signal
 import sys
 import threading
 import time
@@ -26,6 +24,7 @@ from persisting_torch.errors import PersistingError
 from persisting_torch.queue.ownership import Ownership
 from persisting_torch.queue.place import open_place
 from persisting_torch.queue.waiting import Hub
+from tests.children import die_with_parent
 
 QUEUE = "q"
 
@@ -104,8 +103,7 @@ def say(what: Any) -> None:
 
 
 def main(folder: str, role: str, *rest: str) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # even a halted one dies with the test
+    die_with_parent()
     actor: Any = Served(folder, *rest) if role == "node" else Client(folder, *rest)
     say({"ready": getattr(actor, "address", None)})
     for line in sys.stdin:

@@ -25,34 +25,25 @@ back pickled, the exception with its traceback as a note. What the function leav
 there for the next call. `leave()` is cluster.shutdown() and a clean end of the process;
 `end()` ends it without shutdown, by the normal end of an interpreter.
 
-Processes are forks, which start in some 20 ms, of one that has imported all and used nothing. They
-die with it, and it dies with the test, whatever becomes of that. Not for use after a test's process
-has itself joined a cluster, and none of these processes shares its current directory.
+Processes are forks, which start in some 20 ms (see tests/children.py). Not for use after a test's
+process has itself joined a cluster, and none of these processes shares its current directory.
 """
 
 from __future__ import annotations
 
-import atexit
-import functools
-import itertools
-import json
 import os
 import pickle
-import shutil
 import signal
-import subprocess
-import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Client, Connection, Listener
-from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-ROOT = Path(__file__).parents[2]
+from tests.children import Child, Nursery
+
 LONGEST = 60.0
 
 Answer = TypeVar("Answer")
@@ -60,39 +51,27 @@ Answer = TypeVar("Answer")
 HELD: dict[str, Any] = {}
 """What a Member keeps from one call to the next, such as an open queue."""
 
-NURSERY = """
-import ctypes, gc, json, os, signal, sys, warnings
-die_with_parent = lambda: ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-die_with_parent()
-import torch, lance, pytest, pulsing, pyarrow.flight
-import persisting_torch.cluster.engine, persisting_torch.cluster.joining
-import persisting_torch.datasets, persisting_torch.queue.kv, persisting_torch.queue.queue
-import persisting_torch.queue.report, persisting_torch.samplers
-from tests.cluster import nodes
-
-gc.freeze()
-warnings.filterwarnings("ignore", "lance is not fork-safe")  # it was not used here
-signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-while line := sys.stdin.readline():
-    pid = os.fork()
-    if not pid:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        die_with_parent()
-        nodes.serve(json.loads(line))
-        sys.exit()
-    print(pid, flush=True)
-os._exit(0)
-"""
+NURSERY = Nursery(
+    "torch",
+    "lance",
+    "pytest",
+    "pulsing",
+    "pyarrow.flight",
+    "persisting_torch.cluster.engine",
+    "persisting_torch.cluster.joining",
+    "persisting_torch.datasets",
+    "persisting_torch.queue.kv",
+    "persisting_torch.queue.queue",
+    "persisting_torch.queue.report",
+    "persisting_torch.samplers",
+    __name__,
+)
+SOCKET = "socket"
 
 
-def serve(order: dict[str, Any]) -> None:
+def serve() -> None:
     """The life of a Member: do what comes, until the test hangs up."""
-    os.chdir(order["folder"])
-    for number, name in ((0, os.devnull), (1, "out"), (2, "err")):
-        opened = os.open(name, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-        os.dup2(opened, number)
-        os.close(opened)
-    test = Client(order["socket"], "AF_UNIX")
+    test = Client(SOCKET, "AF_UNIX")
     while True:
         try:
             task = test.recv_bytes()
@@ -138,7 +117,7 @@ class Pending:
         return answer
 
 
-class Member:
+class Member(Child):
     """One process: a node, a light member, or one in no cluster."""
 
     name = ""
@@ -148,19 +127,9 @@ class Member:
     """Its port of the switch, where it has a network of its own."""
 
     def __init__(self) -> None:
-        process, base = _nursery()
-        self.folder = base / str(next(_numbers))
-        self.folder.mkdir()
-        path = str(self.folder / "socket")
-        assert process.stdin is not None
-        assert process.stdout is not None
-        with Listener(path, "AF_UNIX") as listener:
-            order = {"folder": str(self.folder), "socket": path}
-            process.stdin.write(json.dumps(order) + "\n")
-            process.stdin.flush()
-            line = process.stdout.readline()
-            assert line, "the nursery died"
-            self.pid = int(line)
+        folder = NURSERY.folder()
+        with Listener(str(folder / SOCKET), "AF_UNIX") as listener:
+            super().__init__(NURSERY, f"{__name__}:serve", {}, folder=folder, whole_end=True)
             self.connection: Connection = listener.accept()
 
     def call(self, function: Callable[..., Answer], *arguments: Any, **options: Any) -> Answer:
@@ -173,18 +142,6 @@ class Member:
         self.connection.send_bytes(pickle.dumps((function, arguments, options)))
         return Pending(self)
 
-    @property
-    def out(self) -> str:
-        return (self.folder / "out").read_text()
-
-    @property
-    def err(self) -> str:
-        path = self.folder / "err"
-        return path.read_text() if path.exists() else ""
-
-    def send(self, number: int) -> None:
-        os.kill(self.pid, number)
-
     def stop(self) -> None:
         self.send(signal.SIGSTOP)
 
@@ -193,8 +150,7 @@ class Member:
 
     def kill(self) -> None:
         """SIGKILL; once this returns the process is gone. Also of one that is gone already."""
-        if self.is_alive():
-            self.send(signal.SIGKILL)
+        self.send(signal.SIGKILL)
         self.await_end()
 
     def end(self, seconds: float = LONGEST) -> None:
@@ -208,17 +164,10 @@ class Member:
         self.end()
 
     def is_alive(self) -> bool:
-        try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return False
-        return True
+        return self.status is None
 
     def await_end(self, seconds: float = LONGEST) -> None:
-        deadline = time.monotonic() + seconds
-        while self.is_alive():
-            assert time.monotonic() < deadline, f"process {self.pid} does not end; {self.err}"
-            time.sleep(0.002)
+        self.wait(seconds)
 
 
 class Cluster:
@@ -295,8 +244,7 @@ class Cluster:
         trace: TracebackType | None,
     ) -> None:
         for member in [*self.others, *self.nodes]:
-            if member.is_alive():
-                member.send(signal.SIGKILL)
+            member.send(signal.SIGKILL)
         for member in [*self.others, *self.nodes]:
             member.await_end()
             member.connection.close()
@@ -353,22 +301,3 @@ def hold(path: str, name: str = "q", **options: Any) -> int:
 def let_go(name: str = "q") -> None:
     """Close it again."""
     HELD.pop(name).close()
-
-
-@functools.cache
-def _nursery() -> tuple[subprocess.Popen[str], Path]:
-    folder = Path(tempfile.mkdtemp(prefix="nodes-"))
-    process = subprocess.Popen(
-        [sys.executable, "-c", NURSERY],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    atexit.register(process.kill)
-    return process, folder
-
-
-_numbers = itertools.count()

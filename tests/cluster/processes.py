@@ -15,14 +15,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+from tests.children import ROOT
+
 LONGEST = 60.0
 
 DIE_WITH_PARENT = """
-import ctypes, json, os, signal, sys
-ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-if os.getppid() == 1:
-    os._exit(1)
+import json, os, signal, sys
+from tests.children import die_with_parent
+die_with_parent()
 
 def say(what):
     print(json.dumps(what), flush=True)
@@ -39,6 +39,8 @@ class Process:
     A script in a file, so that its own children can import it, begins with DIE_WITH_PARENT itself.
     """
 
+    stderr: int | None = subprocess.PIPE
+
     def __init__(self, script: str | Path, *arguments: object, **environment: str) -> None:
         if isinstance(script, str):
             start = ["-c", DIE_WITH_PARENT + textwrap.dedent(script)]
@@ -48,7 +50,7 @@ class Process:
             [sys.executable, *start, *map(str, arguments)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=self.stderr,
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
         )

@@ -31,7 +31,8 @@ from persisting_torch.queue.ledger import Ledger
 from persisting_torch.queue.ownership import Ownership, read_owner
 from persisting_torch.queue.place import open_place
 from persisting_torch.queue.waiting import Hub, News
-from tests.cluster.children import ROOT, Child, Family, gathered
+from tests.children import ROOT
+from tests.cluster.children import Child, Family, gathered
 from tests.cluster.ledger_process import QUEUE, head_of, note, noted, open_ledger, replica_of
 
 
@@ -105,10 +106,10 @@ def test_transactions_of_several_processes_are_one_after_another_everywhere(fami
     clients = [family.start("client", node.address) for _ in range(2)]
     own = replica_of(family.folder, [node.address])
     for client in clients:
-        client.tell("reserve", 100)
+        client.tell(["reserve", 100])
     indexes = [own.reserve(1) for _ in range(100)]
     for client in clients:
-        indexes += client.hear()["answer"]
+        indexes += client.said()["answer"]
     assert sorted(indexes) == list(range(300))
     own.catch_up()
     with own.reading() as tx:
@@ -268,7 +269,7 @@ def test_a_client_that_is_killed_with_the_turn_holds_others_up_for_seconds_only(
     node = family.start("node", "a")
     client = family.start("client", node.address)
     own = replica_of(family.folder, [node.address])
-    client.tell("note", "never", 60.0)
+    client.tell(["note", "never", 60.0])
     time.sleep(0.5)
     client.kill()
     began = time.monotonic()
@@ -284,7 +285,7 @@ def test_when_the_owner_is_killed_another_goes_on_with_all_that_was_acknowledged
     writers = [family.start("client", *addresses) for _ in range(2)]
     owner, other = owner_and_other(family, own._head)
     for writer, name in zip(writers, "xy", strict=True):
-        writer.tell("write_on", name)
+        writer.tell(["write_on", name])
     time.sleep(1.0)
     killed = time.monotonic()
     owner.kill()
@@ -293,7 +294,7 @@ def test_when_the_owner_is_killed_another_goes_on_with_all_that_was_acknowledged
     for writer in writers:
         after = 0
         while after < 50:
-            said = writer.hear()
+            said = writer.said()
             if "done" in said:
                 done.append(said["done"])
                 if said["at"] > killed + 0.1:
@@ -323,7 +324,7 @@ def test_an_owner_that_was_halted_and_replaced_neither_writes_nor_answers(family
     old, new = owner_and_other(family, own._head)
     old.ask("remember")
     old.send(signal.SIGSTOP)
-    old.tell("note", "by the old owner itself")
+    old.tell(["note", "by the old owner itself"])
     note(own, "during")
     wait_for_owner(family.folder, new)
 
@@ -349,7 +350,7 @@ def test_an_owner_that_was_halted_and_replaced_neither_writes_nor_answers(family
     for thread in threads:
         thread.join()
     assert [type(answer) for answer in answers] == [StaleOwner] * 4
-    assert "StaleOwner" in old.hear()["error"]
+    assert "StaleOwner" in old.said()["error"]
     note(own, "after")
     assert noted(own) == ["after", "before", "during"]
     with own.reading() as tx:

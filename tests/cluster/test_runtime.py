@@ -25,8 +25,9 @@ from tests.cluster.processes import DIE_WITH_PARENT, ROOT, running
 
 SECRET = "a secret of tests"
 
+# Nodes that open no queue, and so come up without loading what queues need.
 STUB = """
-import asyncio, time
+import asyncio, sys, time, types
 from persisting_torch import cluster
 from persisting_torch.cluster import runtime
 from persisting_torch.cluster.wire import Message
@@ -35,8 +36,13 @@ from persisting_torch.errors import PersistingError
 class Stub:
     def __init__(self, key, ownership): pass
     def answer(self, request, table): return Message(request.header), table
+    def settle(self, limit, anyway): return True
     def close(self): pass
     def abandon(self): pass
+
+cluster.engine = engine = types.ModuleType("persisting_torch.cluster.engine")
+sys.modules[engine.__name__] = engine
+engine.BucketStorage = lambda key, ownership, finder, fsync: Stub(key, ownership)
 
 def nodes():
     return sorted(node.name for node in runtime.current().discover())
@@ -56,7 +62,7 @@ options = json.loads(sys.argv[1])
 async def join():
     began = time.monotonic()
     try:
-        await cluster.init(open_service=Stub, **options)
+        await cluster.init(**options)
     except Exception as error:
         return [type(error).__name__, str(error), time.monotonic() - began]
     return ["joined", str(runtime.current().address), time.monotonic() - began]
@@ -295,12 +301,7 @@ def test_without_a_cluster_there_is_no_runtime():
 ADOPTED = (
     STUB
     + """
-import types
 import pulsing
-
-cluster.engine = engine = types.ModuleType("persisting_torch.cluster.engine")
-sys.modules[engine.__name__] = engine
-engine.BucketStorage = lambda key, ownership, finder: Stub(key, ownership)
 
 async def main():
     system = await pulsing.init("127.0.0.1:0")
@@ -336,7 +337,7 @@ def test_a_pulsing_that_the_user_has_started_is_used_even_when_its_loop_stands_s
 TORCHRUN = (
     STUB
     + """
-cluster.init_from_torchrun(open_service=Stub)
+cluster.init_from_torchrun()
 node = runtime.current().node
 names = await_nodes(1)
 with open(f"{sys.argv[1]}/{os.environ['RANK']}", "w") as file:
@@ -383,7 +384,7 @@ def work(handle, answers):
 
 if __name__ == "__main__":
     options = json.loads(sys.argv[1])
-    asyncio.run(cluster.init(open_service=Stub, **options))
+    asyncio.run(cluster.init(**options))
     await_nodes(2)
     handle = runtime.current().handle()
     assert len(pickle.dumps(handle)) < 10_000

@@ -538,6 +538,9 @@ class Nothing:
     def answer(self, request: Message, table: Any) -> Any:
         return Message({}), None
 
+    def settle(self, limit: float, *, anyway: bool) -> bool:
+        return True
+
     def close(self) -> None:
         pass
 

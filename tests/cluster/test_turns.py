@@ -11,6 +11,7 @@ import pytest
 from persisting_torch.errors import StaleOwner, WaitTimeout
 from persisting_torch.queue import turns as turns_module
 from persisting_torch.queue.record import KEPT, Log, Recorder, Statement
+from persisting_torch.queue.threads import Background
 from persisting_torch.queue.turns import Turns
 
 
@@ -112,6 +113,37 @@ def test_a_token_has_one_turn_only_even_if_what_it_asked_for_arrives_late(turns:
             turns.take(token, 0.0)
     with turns.held(None, 0.0):
         pass
+
+
+def test_when_turns_end_whoever_waits_is_told_at_once(turns: Turns):
+    began, told = time.monotonic(), []
+
+    def wait() -> None:
+        with pytest.raises(StaleOwner, match="no turns"):
+            turns.take("waiting", 10.0)
+        told.append(time.monotonic() - began)
+
+    with turns.held(None, 0.0):
+        waiting = Background(wait)
+        time.sleep(0.2)
+        turns.end()
+        waiting.join(5.0)
+    assert told
+    assert told[0] < 1.0
+    with pytest.raises(StaleOwner, match="no turns"):
+        turns.take("late", 0.0)
+
+
+def test_when_a_log_ends_whoever_waits_is_sent_to_a_snapshot():
+    log = Log()
+    at = log.id, log.last
+    began = time.monotonic()
+    waiting = Background(lambda: log.wait(*at, 10.0))
+    time.sleep(0.2)
+    log.end()
+    waiting.join(5.0)
+    assert time.monotonic() - began < 1.0
+    assert log.since(*at) is None
 
 
 def test_a_log_tells_those_who_know_some_of_it_the_rest():

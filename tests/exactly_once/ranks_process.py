@@ -5,18 +5,16 @@ python -m torch.distributed.run --standalone --nproc-per-node N ranks_process.py
 
 from __future__ import annotations
 
-import ctypes
 import json
-import signal
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from tests.children import die_with_parent
 from tests.exactly_once.training import fit
 
 if __name__ == "__main__":
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with torchrun
+    die_with_parent()  # which is torchrun
     for order in json.loads(Path(sys.argv[1]).read_text()):
         fit(**order)

@@ -14,11 +14,10 @@ import torch
 
 from persisting_torch import PersistingDataset, Queue
 from persisting_torch.errors import BucketUnavailable, PersistingError, StaleOwner
-from persisting_torch.queue import journal, ownership
+from persisting_torch.queue import journal, lifecycle, ownership
 from persisting_torch.queue.kv import KVInterface
 from persisting_torch.queue.objects import ObjectFiles
 from persisting_torch.queue.place import Split, open_place
-from persisting_torch.queue.policies import policy
 from persisting_torch.queue.report import verify
 from tests.queue import children, object_store
 
@@ -191,13 +190,6 @@ def test_wrong_credentials_no_bucket_and_no_store_are_told_apart(options, endpoi
         Queue("q", "s3://b", storage_options=options | {"aws_acess_key_id": "x"})
 
 
-def test_a_policy_cannot_be_published_into_a_bucket(opened):
-    with pytest.raises(PersistingError, match="policies are files"):
-        policy(opened())
-    with pytest.raises(PersistingError, match="policies are files"):
-        policy("q", "s3://bucket")
-
-
 def test_a_change_that_is_interrupted_once_it_is_committed_is_not_made_again(opened, monkeypatch):
     ledger = opened().engine.ledger
     first = ledger.reserve(1)
@@ -357,6 +349,37 @@ def test_a_second_process_is_refused_and_takes_over_one_that_stands_still(
     assert [record["x"] for record in queue.sync.get()] == list(range(11))
     assert queue.sync.get_meta(["x"], 100, "t").size == 7
     assert verify(queue.engine) == []
+
+
+OPENER = """
+    import json, sys
+    from persisting_torch import Queue
+    with Queue("q", sys.argv[1], storage_options=json.loads(sys.argv[2])) as queue:
+        queue.sync.put({"x": 1})
+"""
+
+
+def test_an_opening_that_is_broken_off_at_its_end_gives_the_queue_back(
+    opened, bucket, options, monkeypatch
+):
+    def break_off(engine):
+        raise KeyboardInterrupt
+
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            patch.setattr(lifecycle, "register", break_off)
+            with pytest.raises(KeyboardInterrupt):
+                opened()
+        # One that still beat would be named, and no other process could open the queue.
+        children.run(OPENER, bucket + "/some/folder", json.dumps(options))
+    first = opened()
+    with monkeypatch.context() as patch:
+        patch.setattr(lifecycle, "register", break_off)
+        with pytest.raises(KeyboardInterrupt):
+            opened()
+    first.sync.put({"x": 2})
+    first.sync.flush()
+    assert [record["x"] for record in first.sync.get()] == [1, 1, 2]
 
 
 def test_an_owner_that_is_late_cannot_commit_even_if_it_trusts_itself(opened, monkeypatch):

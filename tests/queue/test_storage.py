@@ -18,7 +18,7 @@ from lance.fragment import LanceFragment, RowIdSequence
 from persisting_torch.queue import reading
 from persisting_torch.queue.blocks import Block, BlockCache, Coming
 from persisting_torch.queue.layout import BlockKey, Layout
-from persisting_torch.queue.storage import FRAGMENT_BYTES, RowStore
+from persisting_torch.queue.storage import FRAGMENT_BYTES, RowStore, data_files
 from tests.queue.lance_rows import COLUMNS, assert_reads, filled, rows
 
 
@@ -159,6 +159,46 @@ def test_a_huge_append_is_one_commit_of_fragments_of_about_eight_megabytes(tmp_p
     sizes = [f.metadata.files[0].file_size_bytes for f in store.dataset().get_fragments()[1:]]
     assert all(0.6 * FRAGMENT_BYTES < size < 1.5 * FRAGMENT_BYTES for size in sizes)
     assert_reads(store, [0, 8999, 4500], width=512)
+
+
+def test_what_one_handle_has_staged_another_appends(tmp_path: Path) -> None:
+    path = tmp_path / "data.lance"
+    writer, owner = RowStore(str(path)), RowStore(str(path))
+    assert writer.stage(rows(range(3))) is None  # there is no dataset yet
+    owner.append(rows(range(2)))
+    more = rows(range(2, 5)).append_column("late", pa.array([1, 2, 3]))
+    assert writer.stage(more) is None  # nor such a column
+    staged = writer.stage(rows(range(2, 5)))
+    assert staged is not None
+    owner.append(rows([5]).append_column("late", pa.array([1])))
+    assert owner.knows(staged)
+    owner.append_written(staged)
+    assert owner.rows == 6
+    assert owner.read(np.arange(6), ["_index"])["_index"].to_pylist() == [0, 1, 5, 2, 3, 4]
+
+
+def test_staged_files_that_nobody_appends_are_cleaned_away_after_a_week(tmp_path: Path) -> None:
+    store = filled(tmp_path / "data.lance", [1, 1, 1])
+    paths = []
+    for first in (3, 5):
+        staged = store.stage(rows(range(first, first + 2)))
+        assert staged is not None
+        paths += [tmp_path / "data.lance" / name for name in data_files(staged)]
+    eight_days_ago = time.time() - 8 * 24 * 3600
+    os.utime(paths[0], (eight_days_ago, eight_days_ago))
+    store.dataset().cleanup_old_versions(retain_versions=1)
+    assert [path.exists() for path in paths] == [False, True]
+
+
+def test_files_that_are_not_there_or_of_another_dataset_are_not_known(tmp_path: Path) -> None:
+    store = filled(tmp_path / "data.lance", [1])
+    staged = store.stage(rows(range(1, 3)))
+    assert staged is not None
+    other = filled(tmp_path / "other.lance", [1])
+    assert not other.knows(staged)
+    assert not RowStore(str(tmp_path / "none.lance")).knows(staged)
+    store.discard(data_files(staged))
+    assert not store.knows(staged)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -225,3 +225,96 @@ def test_a_close_ends_streams_that_wait(tmp_path: Path):
         thread.join(20)
         assert time.monotonic() - start < 1
         assert isinstance(answers[0], QueueClosed)
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is missing is said after a tenth of a second."""
+    for name in ("stream.FIRST_NOTICE_OF_A_STREAM_SECONDS", "producers.CHECK_SECONDS"):
+        monkeypatch.setattr(f"persisting_torch.queue.{name}", 0.1)
+
+
+@pytest.mark.usefixtures("soon")
+def test_a_stream_without_a_limit_says_in_the_log_what_is_missing(
+    queue: Queue, caplog: pytest.LogCaptureFixture
+):
+    def told() -> list[str]:
+        return [record.getMessage() for record in caplog.records]
+
+    async def read() -> list[Any]:
+        return [records async for records in queue.stream(1, offset=1, wait=True)]
+
+    async def read_share() -> list[Any]:
+        return await queue.reader(0, 1).get(1, wait=True)
+
+    thread, answers = in_thread(lambda: list(queue.sync.stream(1, wait=True)))
+    await_that(told)
+    assert "still waiting: waited 0.1 s for further records of queue 'q' at " in told()[0]
+    assert "0 samples are flushed; nothing was ever put. Start or check" in told()[0]
+    queue.sync.put({"x": 1})
+    thread.join(20)
+    assert answers == [[[{"x": 1}]]]
+
+    with queue.producer("rollout-3"):
+        queue.sync.flush()
+        caplog.clear()
+        thread, answers = in_thread(lambda: asyncio.run(read()))
+        await_that(told)
+        assert "1 samples are flushed; last put " in told()[0]
+        assert "by producer rollout-3; producers that live: rollout-3. Start" in told()[0]
+        queue.sync.put({"x": 2})
+        thread.join(20)
+        assert answers == [[[{"x": 2}]]]
+
+        queue.sync.clear([0, 1])
+        caplog.clear()
+        thread, answers = in_thread(lambda: asyncio.run(read_share()))
+        await_that(told)
+        queue.sync.put({"x": 3})
+        thread.join(20)
+        assert answers == [[{"x": 3}]]
+
+
+@pytest.mark.usefixtures("soon")
+def test_what_a_stream_misses_is_said_ever_more_rarely(
+    queue: Queue, caplog: pytest.LogCaptureFixture
+):
+    assert list(queue.sync.stream(1, wait=True, timeout=1.0)) == []
+    waited = [record.getMessage().split(" s ")[0].split()[-1] for record in caplog.records]
+    assert waited
+    assert waited == ["0.1", "0.2", "0.4", "0.8"][: len(waited)]
+
+
+def test_a_seal_of_the_whole_queue_ends_streams_that_wait(tmp_path: Path):
+    async def stream(queue: Queue) -> list[Any]:
+        return [records async for records in queue.stream(5, wait=True)]
+
+    async def share(queue: Queue) -> list[Any]:
+        return [records async for records in queue.reader(0, 1).stream(5, wait=True)]
+
+    waits: list[Callable[[Queue], Any]] = [
+        lambda queue: list(queue.sync.stream(5, wait=True)),
+        lambda queue: asyncio.run(stream(queue)),
+        lambda queue: asyncio.run(share(queue)),
+    ]
+    for number, wait in enumerate(waits):
+        with Queue("q", tmp_path / str(number)) as queue:
+            queue.sync.put({"x": 1}, "a")
+            thread, answers = in_thread(lambda wait=wait, queue=queue: wait(queue))
+            time.sleep(0.05)
+            queue.sync.seal("a")
+            thread.join(0.3)
+            assert thread.is_alive()  # another partition may come
+            queue.sync.put({"x": 2}, "b")
+            queue.sync.seal()
+            thread.join(20)
+            read = [record["x"] for records in answers[0] for record in records]
+            assert read == [1, 2]
+            assert list(queue.sync.stream(5, offset=3, wait=True)) == []
+
+
+def await_that(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
