@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pyarrow as pa
@@ -22,11 +21,14 @@ from persisting_torch.cluster.wire import Message
 from persisting_torch.errors import PersistingError, StaleOwner
 from persisting_torch.queue.books import Books
 from persisting_torch.queue.engine import Engine
+from persisting_torch.queue.files import LOCAL
 from persisting_torch.queue.locks import ThreadLock
+from persisting_torch.queue.objects import is_url
 from persisting_torch.queue.ownership import Ownership
 from persisting_torch.queue.parts import Parts, many_parts
-from persisting_torch.queue.place import Place, Split, open_place
+from persisting_torch.queue.place import Place, Split, open_place, whole_path
 from persisting_torch.queue.threads import Background
+from persisting_torch.queue.urls import reached
 from persisting_torch.queue.waiting import hub_of
 
 
@@ -63,7 +65,8 @@ def ledgers_of(finder: Finder, place: Place, storage_path: str) -> Ledgers:
         if found is not None:
             found.ledger.users += 1
             return found
-    head = Head(Bucket(finder, Target(place.queue, storage_path, 0)))
+    target = Target(place.queue, storage_path, 0, storage_options=place.files.options)
+    head = Head(Bucket(finder, target))
     ledger = SharedReplica(place, head, hub_of(place.bucket))
     ledger.key, ledger.users = key, 1
     made = Ledgers(ledger, Books(ledger))
@@ -84,22 +87,30 @@ _lock = threading.Lock()
 
 
 def open_engine(
-    finder: Finder, queue: str, storage_path: str | os.PathLike[str], split: Split, **options: Any
+    finder: Finder,
+    queue: str,
+    storage_path: str | os.PathLike[str],
+    split: Split,
+    storage_options: dict[str, str] | None = None,
+    **options: Any,
 ) -> Engine:
     """The engine of a process that uses the queue, whoever owns its buckets.
 
     Raises BucketUnavailable if nobody owns them and nobody can, PersistingError where the queue is
-    split otherwise.
+    split otherwise, or in an object store that this process cannot reach.
     """
-    path = str(Path(storage_path).expanduser().absolute())
+    path = whole_path(storage_path)
+    # Not left to the nodes alone: they may reach what this process, which reads there, does not.
+    files = reached(queue, path, storage_options) if is_url(path) else LOCAL
     fsync = options.pop("durability", "flush") == "fsync"
-    place = _described(finder, queue, path, split, fsync)
+    target = Target(queue, path, 0, split, storage_options)
+    place = replace(_described(finder, target, split, fsync), files=files)
     return Engine(place, parts=_parts(finder, place, path), **options)
 
 
-def _described(finder: Finder, queue: str, storage_path: str, split: Split, fsync: bool) -> Place:
+def _described(finder: Finder, target: Target, split: Split, fsync: bool) -> Place:
     """The queue as the owner of its first bucket knows it; made there, if need be."""
-    head = Bucket(finder, Target(queue, storage_path, 0, split))
+    queue, head = target.queue, Bucket(finder, target)
     answer = head.ask("describe", {"split": [split.num_buckets, split.bucket_column]}).header
     if fsync and not answer["fsync"]:
         raise PersistingError(
@@ -121,8 +132,7 @@ def _described(finder: Finder, queue: str, storage_path: str, split: Split, fsyn
 def _parts(finder: Finder, place: Place, storage_path: str) -> Parts:
     shared = ledgers_of(finder, place, storage_path)
     buckets = [
-        Bucket(finder, Target(place.queue, storage_path, number, _split(place)))
-        for number in range(place.num_buckets)
+        Bucket(finder, _target(place, storage_path, number)) for number in range(place.num_buckets)
     ]
     places = [place.of_bucket(number) for number in range(place.num_buckets)]
     both = list(zip(buckets, places, strict=True))
@@ -142,8 +152,9 @@ def _parts(finder: Finder, place: Place, storage_path: str) -> Parts:
     )
 
 
-def _split(place: Place) -> Split:
-    return Split(place.num_buckets, place.bucket_column, distributed=True)
+def _target(place: Place, storage_path: str, bucket: int) -> Target:
+    split = Split(place.num_buckets, place.bucket_column, distributed=True)
+    return Target(place.queue, storage_path, bucket, split, place.files.options)
 
 
 # Those who own
@@ -156,9 +167,9 @@ class BucketStorage:
         self, key: Key, ownership: Ownership, finder: Finder, *, fsync: bool = False
     ) -> None:
         self._fsync = fsync
-        self.place = open_place(key.queue, key.storage_path)
         self._key = key
         self._ownership = ownership
+        self.place = self._place()
         self._finder = finder
         self._ledger: LedgerService | None = None
         self._rows: RowService | None = None
@@ -188,15 +199,19 @@ class BucketStorage:
     def _describe(self, request: Message) -> Message:
         column_count, column = request.header["split"]
         asked = Split(column_count, column, distributed=True)
-        place = open_place(self._key.queue, self._key.storage_path, asked)
+        place = self._place(asked)
         return Message(
             {
                 "root": place.root,
                 "num_buckets": place.num_buckets,
                 "bucket_column": place.bucket_column,
-                "fsync": self._fsync,
+                "fsync": self._fsync or place.files is not LOCAL,
             }
         )
+
+    def _place(self, asked: Split | None = None) -> Place:
+        options = self._ownership.files.options
+        return open_place(self._key.queue, self._key.storage_path, asked, options)
 
     def _opened(self) -> RowService:
         """The rows; to open them needs the ledger, and so its owner."""

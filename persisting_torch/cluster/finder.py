@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +40,8 @@ class Target:
     bucket: int
     split: Split | None = field(default=None, compare=False)
     """How a node is to make the queue where it is not there yet."""
+    storage_options: Mapping[str, str] | None = field(default=None, compare=False, repr=False)
+    """How a node is to reach the object store, if it has to open the bucket."""
 
     @property
     def header(self) -> dict[str, Any]:
@@ -50,6 +52,12 @@ class Target:
             "bucket": self.bucket,
             "split": split,
         }
+
+    @property
+    def opening(self) -> dict[str, Any]:
+        """The header of a request that may have a node open the bucket."""
+        options = self.storage_options
+        return self.header | {"storage_options": dict(options) if options else None}
 
     def __str__(self) -> str:
         return f"bucket {self.bucket} of queue {self.queue!r}"
@@ -176,7 +184,8 @@ class Finder:
     def _hear(self, address: str, op: str, target: Target) -> dict[str, Any]:
         began = time.monotonic()
         try:
-            request = Message({"op": op, **target.header})
+            header = target.opening if op == "where" else target.header
+            request = Message({"op": op, **header})
             answer = self.way(address).ask(request, ASK_SECONDS).header
         except BucketUnavailable:
             if time.monotonic() - began > ASK_SECONDS / 2:

@@ -39,11 +39,12 @@ ASK_SECONDS = 2.0
 PAUSE_SECONDS = 0.1
 
 
-def owner_seen(key: Key) -> str:
+def owner_seen(key: Key, options: dict[str, str] | None) -> str:
     """The incarnation of a bucket's owner as this machine's files tell; "" if they do not."""
-    if found_at(key.queue, key.storage_path) is None:
+    if found_at(key.queue, key.storage_path, options) is None:
         return ""
-    place = open_place(key.queue, key.storage_path).of_bucket(key.bucket)
+    place = open_place(key.queue, key.storage_path, storage_options=options)
+    place = place.of_bucket(key.bucket)
     owner = read_owner(place.bucket, place.files)
     return "" if owner is None else owner.incarnation
 
@@ -163,7 +164,8 @@ class Mover:
 
     def _ask(self, node: Member, op: str, key: Key) -> dict[str, Any]:
         peer = Peer(node.address, self._credentials)
+        header = {"op": op, **key._asdict(), "storage_options": self._node.options_for(key)}
         try:
-            return peer.ask(Message({"op": op, **key._asdict()}), ASK_SECONDS).header
+            return peer.ask(Message(header), ASK_SECONDS).header
         finally:
             peer.close()

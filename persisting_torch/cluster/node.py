@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import pyarrow as pa
@@ -23,6 +23,8 @@ from persisting_torch.cluster.secret import Credentials
 from persisting_torch.cluster.trouble import Elsewhere, Trouble
 from persisting_torch.cluster.wire import Message
 from persisting_torch.errors import BucketUnavailable, PersistingError, QueueClosed, StaleOwner
+from persisting_torch.queue.files import LOCAL, Files
+from persisting_torch.queue.objects import is_url
 from persisting_torch.queue.ownership import BEAT_SECONDS, Ownership, Watch, read_owner
 from persisting_torch.queue.place import Place, Split, found_at, open_place
 from persisting_torch.queue.threads import Background, at_once
@@ -32,6 +34,8 @@ log = logging.getLogger(__name__)
 OPENING_SECONDS = 1.0  # for which whoever asks for an owner waits; then it asks again
 END_SECONDS = 5.0
 KNOWS_SECONDS = 0.5
+REMOTE_SECONDS = 0.9  # from beat to beat where each is requests to an object store
+WATCHED_SECONDS = 20.0
 SETTLE_SECONDS = 2.0
 
 Answer = tuple[Message, "pa.Table | None"]
@@ -69,6 +73,11 @@ class Service(Protocol):
 OpenService = Callable[[Key, Ownership], Service]
 
 
+def _aside(remote: bool) -> AbstractContextManager[None]:
+    """Who mostly waits for an object store does not keep others from being answered."""
+    return waiting() if remote else nullcontext()
+
+
 @dataclass
 class Held:
     """A bucket that this process owns; without a service while it is opened or closed."""
@@ -81,12 +90,42 @@ class Held:
 class Keeping:
     """What a node knows of a bucket, whoever owns it."""
 
-    folder: Path
-    watch: Watch
+    folder: str
+    files: Files
+    watch: Watch = field(init=False)
     lock: threading.Lock = field(default_factory=threading.Lock)
     held: Held | None = None
     opening: Background | None = None
     trouble: Trouble = field(default_factory=Trouble)
+    failing: bool = False
+    look: Background | None = None
+    looked: float = 0.0
+    asked: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.watch = Watch(self.folder, self.files)
+
+    @property
+    def is_remote(self) -> bool:
+        return self.files is not LOCAL
+
+    def is_due(self) -> bool:
+        """Whether to look again at an object store, where that costs: for an owner, or somebody
+        who has missed one of late."""
+        now = time.monotonic()
+        wanted = self.held is not None or now - self.asked < WATCHED_SECONDS
+        busy = self.look is not None and self.look.is_alive()
+        if busy or not wanted or now - self.looked < REMOTE_SECONDS:
+            return False
+        self.looked = now
+        return True
+
+    def reach(self, files: Files) -> None:
+        """Reach an object store as the newest request says, while the bucket is not this node's."""
+        with self.lock:
+            if self.held is None and self.opening is None:
+                # What was seen of the owner stays, for handles with different keys may take turns.
+                self.files = self.watch.files = files
 
 
 class Node:
@@ -134,26 +173,28 @@ class Node:
         if header["op"] == "sees":
             if self._closing:
                 raise BucketUnavailable(f"{self.name} is closing.")
-            return Message({"incarnation": owner_seen(key)}), None
+            return Message({"incarnation": owner_seen(key, header.get("storage_options"))}), None
         if header["op"] == "where":
-            return self._where(key, header.get("split")), None
+            with _aside(is_url(key.storage_path)):
+                return self._where(key, header.get("split"), header.get("storage_options")), None
         kept = self._kept.get(key)
         held = kept and kept.held
         service = held and held.service
-        if not held or not service:
+        if not kept or not held or not service:
             raise StaleOwner(f"{key} is not owned by {self.name}.")
-        held.ownership.check()
-        try:
-            alive = header["op"] == "alive"
-            answer = (Message({}), None) if alive else service.answer(request, table)
-        except QueueClosed as error:
-            raise StaleOwner(f"{self.name} has let go of {key}.") from error
-        held.ownership.check()
-        return answer
+        with _aside(kept.is_remote):
+            held.ownership.check()
+            try:
+                alive = header["op"] == "alive"
+                answer = (Message({}), None) if alive else service.answer(request, table)
+            except QueueClosed as error:
+                raise StaleOwner(f"{self.name} has let go of {key}.") from error
+            held.ownership.check()
+            return answer
 
-    def _where(self, key: Key, split: list[Any] | None) -> Message:
+    def _where(self, key: Key, split: list[Any] | None, options: dict[str, str] | None) -> Message:
         """The owner of a bucket; this node, if there is none or it is dead."""
-        kept = self._keeping(key, split)
+        kept = self._keeping(key, split, options)
         with kept.lock:
             if (
                 kept.held is None
@@ -172,32 +213,56 @@ class Node:
         if held is not None and held.service is not None:
             held.ownership.check()
             return Message(asdict(held.ownership.owner))
-        owner = read_owner(kept.folder)
+        owner = read_owner(kept.folder, kept.files)
         if owner is None or owner.incarnation in ("", self.incarnation):
             return Message({"why": kept.trouble.text or f"{self.name} is not ready to own {key}."})
+        if not owner.address:
+            return Message(
+                {
+                    "why": f"{key} is open as a local queue in process {owner.node}, so a"
+                    " cluster cannot own it. Close it there."
+                }
+            )
         return Message(asdict(owner))
 
-    def _keeping(self, key: Key, split: list[Any] | None) -> Keeping:
+    def _keeping(
+        self, key: Key, split: list[Any] | None, options: dict[str, str] | None
+    ) -> Keeping:
         kept = self._kept.get(key)
         if kept is None:
-            place, is_part = self._place(key, split)
+            place, is_part = self._place(key, split, options)
             # All buckets are watched once one is asked for: those that die with it are then
             # replaced as soon as it is.
             with self._lock:
                 for number in range(int(is_part), place.num_buckets):
-                    folder = Path(place.of_bucket(number).bucket)
-                    self._kept.setdefault(
-                        key._replace(bucket=number), Keeping(folder, Watch(folder))
-                    )
+                    keeping = Keeping(place.of_bucket(number).bucket, place.files)
+                    self._kept.setdefault(key._replace(bucket=number), keeping)
                 kept = self._kept[key]
+        elif kept.is_remote and not kept.held and options and options != kept.files.options:
+            kept.reach(self._place(key, split, options)[0].files)
+        if kept.is_remote:
+            self._note_question(key)
         return kept
 
-    def _place(self, key: Key, split: list[Any] | None) -> tuple[Place, bool]:
+    def _note_question(self, key: Key) -> None:
+        """Watch all buckets of the queue for a while: somebody misses an owner."""
+        for number in itertools.count():
+            kept = self._kept.get(key._replace(bucket=number))
+            if kept is None:
+                return
+            kept.asked = time.monotonic()
+
+    def _place(
+        self, key: Key, split: list[Any] | None, options: dict[str, str] | None
+    ) -> tuple[Place, bool]:
         """The queue on this node's storage, made if need be; whether that is only a part of it.
 
         Nodes may have storage of their own. Where the queue was made its first bucket is, and
         nowhere else; of the others each is on the storage of the node that had it first.
         """
+        if is_url(key.storage_path):  # which all nodes see alike
+            asked = split and Split(split[0], split[1], distributed=True)
+            return open_place(key.queue, key.storage_path, asked or None, options), False
         found = found_at(key.queue, key.storage_path)
         is_part = found.get("part", False) if found else key.bucket > 0
         if key.bucket == 0 and is_part:
@@ -232,7 +297,7 @@ class Node:
         ownership: Ownership | None = None
         try:
             ownership = Ownership.take(
-                kept.folder, after, self.incarnation, self.name, self.server.address
+                kept.folder, after, self.incarnation, self.name, self.server.address, kept.files
             )
             if ownership is not None:
                 # It beats from now on, however long opening takes.
@@ -246,10 +311,15 @@ class Node:
                 log.warning("%s", text, exc_info=not isinstance(error, PersistingError))
             if ownership is not None:
                 kept.held = None
-                ownership.give_up()
+                with suppress(OSError):  # else others find out by themselves, in some seconds
+                    ownership.give_up()
         finally:
             with kept.lock:
                 kept.opening = None
+
+    def options_for(self, key: Key) -> dict[str, str] | None:
+        """How this node reaches the store of a bucket that it keeps."""
+        return self._kept[key].files.options
 
     # Keeping
 
@@ -257,20 +327,30 @@ class Node:
         """Say every second that this node lives, and watch those that it may have to replace."""
         while not self._end.acquire(timeout=BEAT_SECONDS / 2):
             for key, kept in list(self._kept.items()):
-                held = kept.held
-                try:
-                    if held is not None:
-                        held.ownership.beat()
-                    else:
-                        with kept.lock:
-                            kept.watch.dead()
-                except StaleOwner as error:
-                    if held is not None and not held.ownership.given_up:
-                        log.warning("%s", error)
-                        self._drop(kept, held)
-                except (OSError, PersistingError) as error:
-                    log.warning("%s: %s", key, error)
+                if not kept.is_remote:
+                    self._look_after(key, kept)
+                elif kept.is_due():
+                    # A store that does not answer holds up nothing but its own bucket.
+                    kept.look = Background(partial(self._look_after, key, kept))
             self._mover.look()
+
+    def _look_after(self, key: Key, kept: Keeping) -> None:
+        held = kept.held
+        try:
+            if held is not None:
+                held.ownership.beat()
+            else:
+                with kept.lock:
+                    kept.watch.dead()
+            kept.failing = False
+        except StaleOwner as error:
+            if held is not None and not held.ownership.given_up:
+                log.warning("%s", error)
+                self._drop(kept, held)
+        except (OSError, PersistingError) as error:
+            if not kept.failing:
+                log.warning("%s: %s", key, error)
+            kept.failing = True
 
     @staticmethod
     def _drop(kept: Keeping, held: Held | None) -> None:
@@ -301,6 +381,9 @@ class Node:
                     troubles.append(error)
         self._end.release()
         self._keeper.join(END_SECONDS)
+        for kept in self._kept.values():
+            if kept.look is not None:
+                kept.look.join(END_SECONDS)
         self.server.close()
         if troubles:
             raise troubles[0]

@@ -7,7 +7,6 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -169,13 +168,13 @@ class BucketStore:
                     if not self._is_near():
                         self._bucket.ask("alive")  # what was known of its owner may be old
                     if self._is_near():
-                        self._near = RowStore(self.path)
+                        self._near = RowStore(self.path, files=self._place.files)
                     self._asked = True
         return self._near
 
     def _is_near(self) -> bool:
         owner = self._bucket.owner()
-        found = read_owner(Path(self._place.bucket))
+        found = read_owner(self._place.bucket, self._place.files)
         return found is not None and found.incarnation == owner.incarnation
 
     def exists(self) -> bool:

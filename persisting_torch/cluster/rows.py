@@ -19,6 +19,7 @@ from persisting_torch.cluster.wire import Message
 from persisting_torch.errors import StaleOwner
 from persisting_torch.queue.books import Books
 from persisting_torch.queue.engine import Engine
+from persisting_torch.queue.files import LOCAL
 from persisting_torch.queue.ledger import Ledger
 from persisting_torch.queue.locks import ThreadLock
 from persisting_torch.queue.ownership import Ownership
@@ -54,7 +55,7 @@ class RowService:
     ) -> None:
         """Takes the bucket's datasets and its part of the ledger from whoever had them before."""
         own = place.of_bucket(bucket)
-        rows, late = RowStore(own.data, fsync=fsync), RowStore(own.late, fsync=fsync)
+        rows, late = _store(own.data, own, fsync), _store(own.late, own, fsync)
         epoch = ownership.owner.epoch
         for store in (rows, late):
             store.guard = ownership.check
@@ -185,6 +186,13 @@ class RowService:
     def _tend(self, request: Message, table: pa.Table | None) -> Answer:
         """One round of upkeep, now."""
         return Message({"done": self.engine.tending.tend()}), None
+
+
+def _store(path: str, place: Place, fsync: bool) -> RowStore:
+    if place.files is LOCAL:
+        return RowStore(path, fsync=fsync)
+    # Durable once it is there; and whoever else commits conflicts with the owner, who sees it then.
+    return RowStore(path, files=place.files, alone=True)
 
 
 class RemoteFinishing(Finishing):

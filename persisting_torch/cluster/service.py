@@ -12,6 +12,8 @@ import pyarrow as pa
 from persisting_torch.cluster.plane import waiting
 from persisting_torch.cluster.wire import Message
 from persisting_torch.errors import PersistingError, StaleOwner, WaitTimeout
+from persisting_torch.queue.files import LOCAL
+from persisting_torch.queue.kept import Kept, KeptLedger
 from persisting_torch.queue.lease import take_over
 from persisting_torch.queue.ledger import Ledger, Sharing
 from persisting_torch.queue.ownership import Ownership
@@ -64,9 +66,13 @@ class LedgerService:
 
         Raises BucketUnavailable while processes have the queue open as a local one.
         """
-        ledger = Ledger(place, fsync=fsync, recorded=True)
+        epoch = ownership.owner.epoch
+        if place.files is LOCAL:
+            ledger = Ledger(place, fsync=fsync, recorded=True)
+        else:
+            ledger = KeptLedger(Kept(place, epoch))
         try:
-            take_over(ledger, ownership.owner.epoch)
+            take_over(ledger, epoch)
         except BaseException:
             ledger.close()
             raise

@@ -83,7 +83,7 @@ class Ownership:
     def __init__(self, bucket: Folder, owner: Owner, began: float, files: Files = LOCAL) -> None:
         self.bucket = bucket
         self.owner = owner
-        self._files = files
+        self.files = files
         self._lock = threading.Lock()
         self._beaten = began
         self._lost = False
@@ -117,14 +117,14 @@ class Ownership:
 
     def _beat(self) -> None:
         began = _now()
-        if self._lost or _largest(self.bucket, self._files) != self.owner.epoch:
+        if self._lost or _largest(self.bucket, self.files) != self.owner.epoch:
             self._lost = True
             raise self._stale()
         self._write(replace(self.owner, count=self.owner.count + 1))
         self._beaten = began
 
     def _write(self, owner: Owner) -> None:
-        self._files.replace(_file(self.bucket, owner.epoch), _content(owner))
+        self.files.replace(_file(self.bucket, owner.epoch), _content(owner))
         self.owner = owner
 
     def check(self) -> None:
@@ -144,7 +144,7 @@ class Ownership:
         """Leave the bucket to whoever wants it, without letting them wait."""
         self.given_up = True
         with self._lock:
-            if not self._lost and _largest(self.bucket, self._files) == self.owner.epoch:
+            if not self._lost and _largest(self.bucket, self.files) == self.owner.epoch:
                 self._lost = True
                 self._write(replace(self.owner, incarnation="", address=""))
             self._lost = True
@@ -162,7 +162,7 @@ class Watch:
 
     def __init__(self, bucket: Folder, files: Files = LOCAL) -> None:
         self.bucket = bucket
-        self._files = files
+        self.files = files
         self._seen: tuple[int, str, int] | None = None
         self._since = 0.0
         self.moves = False
@@ -170,7 +170,7 @@ class Watch:
 
     def dead(self) -> Owner | None:
         """The owner, if it may be replaced: it gave up, died, or has stood still for long."""
-        owner = read_owner(self.bucket, self._files)
+        owner = read_owner(self.bucket, self.files)
         if owner is None or not owner.incarnation or owner.is_dead:
             return owner or Owner(0, "", "", "")
         seen = owner.epoch, owner.incarnation, owner.count
@@ -191,18 +191,21 @@ def refuse_living_owner(place: Place) -> None:
     watch = Watch(place.bucket)
     while (dead := watch.dead()) is None:
         if watch.moves:
-            owner = read_owner(watch.bucket)
-            raise BucketUnavailable(
-                f"queue {place.queue!r} at {place.root} belongs to a cluster, whose node"
-                f" {owner.node if owner else ''!r} has it now. Join that cluster with"
-                " persisting_torch.cluster.init() to use it, or stop its nodes."
-            )
+            raise belongs_to_cluster(place, read_owner(watch.bucket))
         time.sleep(LOOK_SECONDS)
     if dead.incarnation:
         # It may only have slept; and the next who opens the queue here should not wait again.
         taken = Ownership.take(watch.bucket, dead.epoch, uuid.uuid4().hex, "", "")
         if taken is not None:
             taken.give_up()
+
+
+def belongs_to_cluster(place: Place, owner: Owner | None) -> BucketUnavailable:
+    return BucketUnavailable(
+        f"queue {place.queue!r} at {place.root} belongs to a cluster, whose node"
+        f" {owner.node if owner else ''!r} has it now. Join that cluster with"
+        " persisting_torch.cluster.init() to use it, or stop its nodes."
+    )
 
 
 def _file(bucket: Folder, epoch: int) -> str:

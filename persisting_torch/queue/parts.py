@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from persisting_torch.queue.books import Books
@@ -123,26 +123,14 @@ def _parts_around(
         committer = Committer(ledger, books, lock, rows, late_rows)
         plain = Plain(ledger, books, rows, late, committer)
         return Parts(ledger, books, rows, late, committer, [plain], upkeep_lock)
-    committers = [
-        BucketCommitter(
-            ledger,
-            books,
-            lock,
-            store(place.of_bucket(number).data),
-            store(place.of_bucket(number).late),
-            bucket=number,
-        )
-        for number in range(place.num_buckets)
-    ]
-    return many_parts(
+    places = [place.of_bucket(number) for number in range(place.num_buckets)]
+    return _parts_of_buckets(
         place,
         ledger,
         books,
         lock,
-        rows=[committer.rows for committer in committers],
-        late=[committer.late for committer in committers],
-        appenders=committers,
-        shards=[Shard(ledger, books, committer) for committer in committers],
+        [store(own.data) for own in places],
+        [store(own.late) for own in places],
         upkeep_lock=upkeep_lock,
     )
 
@@ -155,11 +143,45 @@ def _held_parts(place: Place) -> Parts:
     except BaseException:
         give_back(hold)
         raise
-    books = Books(ledger)
-    late = LateFields(hold.late, hold.rows, books)
-    committer = Committer(ledger, books, hold.commit_lock, hold.rows, hold.late)
-    plain = Plain(ledger, books, hold.rows, late, committer)
-    return Parts(ledger, books, hold.rows, late, committer, [plain], hold.upkeep_lock, leased=False)
+    books, lock = Books(ledger), hold.commit_lock
+    if place.num_buckets == 1:
+        (rows,), (late_rows,) = hold.rows, hold.late
+        late = LateFields(late_rows, rows, books)
+        committer = Committer(ledger, books, lock, rows, late_rows)
+        plain = Plain(ledger, books, rows, late, committer)
+        return Parts(ledger, books, rows, late, committer, [plain], hold.upkeep_lock, leased=False)
+    parts = _parts_of_buckets(
+        place, ledger, books, lock, hold.rows, hold.late, upkeep_lock=hold.upkeep_lock
+    )
+    return replace(parts, leased=False)
+
+
+def _parts_of_buckets(
+    place: Place,
+    ledger: Ledger,
+    books: Books,
+    lock: Lock,
+    rows: Sequence[RowStore],
+    late: Sequence[RowStore],
+    *,
+    upkeep_lock: Lock,
+) -> Parts:
+    """The parts where all the buckets are this process's to write."""
+    committers = [
+        BucketCommitter(ledger, books, lock, own, own_late, bucket=number)
+        for number, (own, own_late) in enumerate(zip(rows, late, strict=True))
+    ]
+    return many_parts(
+        place,
+        ledger,
+        books,
+        lock,
+        rows=rows,
+        late=late,
+        appenders=committers,
+        shards=[Shard(ledger, books, committer) for committer in committers],
+        upkeep_lock=upkeep_lock,
+    )
 
 
 def many_parts(

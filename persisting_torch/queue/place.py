@@ -158,6 +158,13 @@ def found_at(
     return _check(root, queue, None) if (root / MARK).exists() else None
 
 
+def whole_path(storage_path: str | os.PathLike[str]) -> str:
+    """A storage path as all processes understand it."""
+    if is_url(storage_path):
+        return str(storage_path).rstrip("/")
+    return str(Path(storage_path).expanduser().absolute())
+
+
 def raise_format(place: Place) -> None:
     """Say in a queue's mark that its folder has this release's format by now."""
     mark = Path(place.root) / MARK

@@ -74,8 +74,8 @@ class Queue(Partitions):
         were put so many seconds ago. It is stored with the queue, for all processes; None leaves it
         as it is stored ("all" at first). In a partition that no task has taken from all is kept.
 
-    storage_path: a folder, or s3://bucket/folder for an object store, which one process at a time
-        may use (docs/queue.md).
+    storage_path: a folder, or s3://bucket/folder for an object store, where a queue is one
+        process's at a time, or a cluster's (docs/queue.md, docs/cluster.md).
     storage_options: how to reach the object store, as Lance has it: aws_access_key_id,
         aws_secret_access_key, aws_region, aws_endpoint, allow_http. The environment says the rest.
 
@@ -142,7 +142,7 @@ class Queue(Partitions):
         distributed = is_distributed()
         split = Split(num_buckets, bucket_column, distributed)
         self.engine: Engine = (
-            open_distributed(name, storage_path, split, **options)
+            open_distributed(name, storage_path, split, storage_options=storage_options, **options)
             if distributed
             else Engine(open_place(name, storage_path, split, storage_options), **options)
         )

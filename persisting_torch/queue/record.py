@@ -24,21 +24,35 @@ class Recorder(sqlite3.Connection):
     """A connection that takes down the writing statements of a transaction."""
 
     taken: list[Statement] | None = None
+    """What copies of the ledger in other processes are to do as well."""
+    kept: list[Statement] | None = None
+    """What the next owner is to find, where SQLite's file does not last: all of them."""
 
     def execute(self, sql: str, parameters: Any = (), /) -> sqlite3.Cursor:
-        if self.taken is not None and _writes(sql):
-            self.taken.append((sql, [parameters]))
+        if self._records and _writes(sql):
+            self._take(sql, [parameters])
         return super().execute(sql, parameters)
 
     def executemany(self, sql: str, parameters: Iterable[Any], /) -> sqlite3.Cursor:
         rows = list(parameters)
-        if self.taken is not None and rows and _writes(sql):
-            self.taken.append((sql, rows))
+        if self._records and rows and _writes(sql):
+            self._take(sql, rows)
         return super().executemany(sql, rows)
 
     def execute_untold(self, sql: str, parameters: Any = (), /) -> sqlite3.Cursor:
-        """Execute what copies of the ledger need not know."""
+        """Execute what other processes' copies of the ledger need not know."""
+        if self.kept is not None and _writes(sql):
+            self.kept.append((sql, [parameters]))
         return super().execute(sql, parameters)
+
+    @property
+    def _records(self) -> bool:
+        return self.taken is not None or self.kept is not None
+
+    def _take(self, sql: str, rows: list[Any]) -> None:
+        for statements in (self.taken, self.kept):
+            if statements is not None:
+                statements.append((sql, rows))
 
 
 def replay(connection: sqlite3.Connection, statements: Sequence[Statement]) -> None:

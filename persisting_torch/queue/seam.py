@@ -7,9 +7,6 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from persisting_torch.errors import PersistingError
-from persisting_torch.queue.objects import is_url
-
 if TYPE_CHECKING:
     from persisting_torch.queue.engine import Engine
     from persisting_torch.queue.place import Split
@@ -28,15 +25,7 @@ def is_distributed() -> bool:
 def open_distributed(
     queue: str, storage_path: str | os.PathLike[str], split: Split, **options: Any
 ) -> Engine:
-    """The engine of a queue of the cluster that this process is part of.
-
-    Raises PersistingError for a queue in an object store.
-    """
-    if is_url(storage_path):
-        raise PersistingError(
-            f"queue {queue!r}: a cluster's queues lie on file systems, not at {storage_path!r}."
-            " Give a path, or use the queue from one process that is not part of a cluster."
-        )
+    """The engine of a queue of the cluster that this process is part of."""
     way = import_module(f"{CLUSTER}.handle").adopted()
     finder = way.finder() if way else import_module(f"{CLUSTER}.runtime").current().finder
     engine: Engine = import_module(f"{CLUSTER}.engine").open_engine(

@@ -10,6 +10,7 @@ from typing import Any
 from urllib.parse import quote
 
 from persisting_torch.errors import PersistingError
+from persisting_torch.queue.files import Files
 from persisting_torch.queue.names import directory_name, queue_name
 from persisting_torch.queue.objects import SCHEMES, ObjectFiles
 from persisting_torch.queue.place import MARK, Place, Split, mark_text, new_mark, read_mark
@@ -51,6 +52,14 @@ def open_remote_place(
         storage=described.get("storage", ""),
         files=files,
     )
+
+
+def reached(
+    queue: str, storage_path: str, storage_options: Mapping[str, str] | None = None
+) -> Files:
+    """The objects of a queue, which this process may read, whether the queue is there or not."""
+    found_remotely(queue, storage_path, storage_options)
+    return ObjectFiles(root_of(queue, storage_path), storage_options)
 
 
 def found_remotely(

@@ -425,7 +425,7 @@ def halt() -> None:
 def halt_at(moment: str) -> None:
     """Have this node halt once it gets to this moment the next time."""
     from persisting_torch.cluster import service
-    from persisting_torch.queue import ledger, record, shards, storage, turns
+    from persisting_torch.queue import journal, ledger, record, shards, storage, turns
 
     where: dict[str, tuple[Any, str, bool]] = {
         "before rows are committed": (storage.lance.LanceDataset, "commit", True),
@@ -437,6 +437,8 @@ def halt_at(moment: str) -> None:
         "after it has looked whether it owns the ledger": (ledger.Ledger, "_alone", True),
         "in a commit": (service, "replay", True),
         "before a commit of a claim is answered": (record.Log, "_add", False),
+        "before a change of a claim is stored": (journal.Journal, "put", True),
+        "after a change of a claim was stored": (journal.Journal, "put", False),
         "before a snapshot is answered": (service, "content_of", False),
     }
     target, name, before = where[moment]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -46,11 +47,15 @@ def new_bucket(endpoint: str) -> str:
 
 
 class Gate:
-    """A way to a store that can be shut: then requests are dropped, before or after they act."""
+    """A way to a store that can be shut: then requests are dropped, before or after they act.
+
+    `shut` is "before", "after", or "always": not even dropped. `only`: where the path has this.
+    """
 
     def __init__(self, endpoint: str) -> None:
         gate = self
         self.shut = ""
+        self.only = ""
         self.passed: list[str] = []
 
         class Handler(BaseHTTPRequestHandler):
@@ -59,7 +64,9 @@ class Gate:
             def pass_on(self) -> None:
                 length = int(self.headers.get("Content-Length") or 0)
                 content = self.rfile.read(length)
-                if gate.shut == "before":
+                while gate.shut_for(self.path) == "always":
+                    time.sleep(0.05)
+                if gate.shut_for(self.path) == "before":
                     self.close_connection = True
                     return
                 headers = {k: v for k, v in self.headers.items() if k.lower() != "host"}
@@ -69,7 +76,7 @@ class Gate:
                 )
                 status, answered, body = _ask(request)
                 gate.passed.append(f"{self.command} {self.path}")
-                if gate.shut == "after":
+                if gate.shut_for(self.path) == "after":
                     self.close_connection = True
                     return
                 self.send_response(status)
@@ -84,9 +91,16 @@ class Gate:
             def log_message(self, *_: object) -> None:
                 pass
 
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        class Quiet(ThreadingHTTPServer):
+            def handle_error(self, request: object, client_address: object) -> None:
+                """Whoever asked is gone, as it may be."""
+
+        self.server = Quiet(("127.0.0.1", 0), Handler)
         self.endpoint = f"http://127.0.0.1:{self.server.server_port}"
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def shut_for(self, path: str) -> str:
+        return self.shut if self.only in path else ""
 
 
 def _ask(request: Request) -> tuple[int, dict[str, str], bytes]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
+import threading
 import time
 
 import obstore
@@ -16,9 +17,8 @@ from persisting_torch.errors import BucketUnavailable, PersistingError, StaleOwn
 from persisting_torch.queue import journal, lifecycle, ownership
 from persisting_torch.queue.kv import KVInterface
 from persisting_torch.queue.objects import ObjectFiles
-from persisting_torch.queue.place import Split
+from persisting_torch.queue.place import Split, open_place
 from persisting_torch.queue.report import verify
-from persisting_torch.queue.seam import open_distributed
 from tests.queue import children, object_store
 
 
@@ -136,10 +136,10 @@ def test_objects_stay_few_however_much_is_committed(opened, bucket, options, mon
     queue.sync.put(rows(0, 100))
     queue.sync.flush()
     deadline = time.monotonic() + 20
-    while queue.engine.ledger.hold.journal._snapshot.number == 0:
+    while queue.engine.ledger.kept.journal._snapshot.number == 0:
         queue.sync.get_meta(["x"], 1, "t")
         assert time.monotonic() < deadline
-    number = queue.engine.ledger.hold.journal.number
+    number = queue.engine.ledger.kept.journal.number
     queue.sync.close()
     logged = [path for path in objects_of(bucket, options) if "/ledger/1/" in path]
     assert len(logged) < number
@@ -190,9 +190,53 @@ def test_wrong_credentials_no_bucket_and_no_store_are_told_apart(options, endpoi
         Queue("q", "s3://b", storage_options=options | {"aws_acess_key_id": "x"})
 
 
-def test_a_cluster_refuses_a_bucket():
-    with pytest.raises(PersistingError, match="lie on file systems"):
-        open_distributed("q", "s3://bucket", Split(distributed=True))
+def test_a_change_that_is_interrupted_once_it_is_committed_is_not_made_again(opened, monkeypatch):
+    ledger = opened().engine.ledger
+    first = ledger.reserve(1)
+
+    def interrupted():
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ledger.kept.journal, "done", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ledger.reserve(5)
+    assert ledger.reserve(1) == first + 6
+    ledger.close()
+    assert opened().engine.ledger.reserve(1) == first + 7
+
+
+def test_all_buckets_of_a_split_queue_belong_to_the_process_that_opens_it(opened, bucket, options):
+    made = open_place("q", f"{bucket}/some/folder", Split(2, distributed=True), options)
+    other = made.of_bucket(1).bucket
+    node = ownership.Ownership.take(other, 0, "some", "node-7", "10.0.0.1:1", made.files)
+    ends = threading.Event()
+
+    def live():
+        while not ends.wait(0.2):
+            node.beat()
+
+    beating = threading.Thread(target=live)
+    beating.start()
+    try:
+        with pytest.raises(BucketUnavailable, match="belongs to a cluster, whose node 'node-7'"):
+            opened()
+    finally:
+        ends.set()
+        beating.join()
+    queue = opened()  # once it stands still
+    with pytest.raises(StaleOwner):
+        node.beat()
+    queue.sync.put(rows(0, 200))
+    queue.sync.flush()
+    assert [store.rows > 0 for store in queue.engine.ledger.hold.rows] == [True, True]
+    assert queue.sync.get_meta(["x"], 200, "t").size == 200
+    queue.engine.tending.tend()
+    assert queue.engine.tending.error is None
+    queue.sync.close()
+    queue = opened()
+    assert sorted(record["x"] for record in queue.sync.get(1000)) == list(range(200))
+    assert verify(queue.engine) == []
 
 
 def test_a_dataset_says_that_there_is_no_such_queue(bucket, options, monkeypatch):
@@ -345,7 +389,7 @@ def test_an_owner_that_is_late_cannot_commit_even_if_it_trusts_itself(opened, mo
     hold = first.engine.ledger.hold
     monkeypatch.setattr(hold, "check", lambda: None)  # its clock stands still
     later = journal.Journal(hold.place.files, hold.place.ledger, hold.ownership.owner.epoch + 1)
-    assert later.load(hold.path + "-copy")
+    assert later.load(hold.kept.path + "-copy")
     with pytest.raises(StaleOwner, match="taken over"):
         first.sync.get_meta(["x"], 2, "t")
     with pytest.raises(StaleOwner, match="taken over"):
@@ -363,17 +407,17 @@ def test_changes_that_are_removed_while_they_are_read_are_not_missed(opened, mon
         found = numbers(self, epoch)
         if self is later and not removed:
             removed.append(True)
-            hold._snapshot()
+            hold.kept.snapshot()
         return found
 
     removed = []
     monkeypatch.setattr(journal.Journal, "_numbers", and_then_snapshot)
     later = journal.Journal(files, hold.place.ledger, hold.ownership.owner.epoch + 1)
-    assert later.load(hold.path + "-copy")
+    assert later.load(hold.kept.path + "-copy")
     assert removed
-    with hold._connected() as here:
+    with hold.kept.connected() as here:
         wanted = here.execute("SELECT * FROM runs").fetchall()
-    with journal.sqlite3.connect(hold.path + "-copy") as there:
+    with journal.sqlite3.connect(hold.kept.path + "-copy") as there:
         assert there.execute("SELECT * FROM runs").fetchall() == wanted
     with pytest.raises(StaleOwner):
         queue.sync.seal()
