@@ -22,7 +22,6 @@ from persisting_torch.errors import BucketUnavailable, PersistingError
 LARGEST_MESSAGE = 1 << 30
 LONGEST_ERROR = 4 << 10  # bytes; gRPC turns errors of 16 KB and more into something else
 
-
 _LENGTH = struct.Struct("<I")
 
 _KINDS: dict[str, type[Exception]] = {
