@@ -614,18 +614,20 @@ calls = {
 }
 call = calls[sys.argv[2]]
 call()
-answered, interrupted, ended = 0, 0, False
+answered, interrupted, begun, ended = 0, 0, False, False
 
 def storm():
     while not ended:
         time.sleep(random.random() * 0.004)
-        os.kill(os.getpid(), signal.SIGINT)
+        if begun:
+            os.kill(os.getpid(), signal.SIGINT)
 
 thread = threading.Thread(target=storm)
 thread.start()
 deadline = time.monotonic() + 2
 while True:
     try:
+        begun = True
         while time.monotonic() < deadline:
             try:
                 call()
