@@ -253,8 +253,8 @@ def test_a_copy_follows_through_new_owners_and_new_snapshots(
             hold = queue.engine.ledger.hold
             while hold.kept.journal.snapshot_due():
                 time.sleep(0.05)
-            if hold._snapshots is not None:
-                hold._snapshots.join(20)
+            if hold.kept._snapshots is not None:
+                hold.kept._snapshots.join(20)
             queue.sync.put({"x": count})
             queue.sync.flush()
             count += 1
