@@ -251,10 +251,10 @@ def test_a_copy_follows_through_new_owners_and_new_snapshots(
                 count += 1
                 assert known() == count
             hold = queue.engine.ledger.hold
-            while hold.journal.snapshot_due():
+            while hold.kept.journal.snapshot_due():
                 time.sleep(0.05)
-            if hold._snapshots is not None:
-                hold._snapshots.join(20)
+            if hold.kept._snapshots is not None:
+                hold.kept._snapshots.join(20)
             queue.sync.put({"x": count})
             queue.sync.flush()
             count += 1

@@ -80,7 +80,8 @@ class Kept:
 
     def _snapshot_later(self) -> None:
         try:
-            self.snapshot()
+            while self.journal.snapshot_due():  # again, if much was written meanwhile
+                self.snapshot()
         except OSError:
             return  # it is due again after the next change
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from persisting_torch import (
     BucketUnavailable,
@@ -17,6 +18,9 @@ from persisting_torch import (
     PersistingError,
     Queue,
 )
+from persisting_torch.cli import main
+from persisting_torch.cluster import moving
+from persisting_torch.cluster.bucket import Bucket
 from persisting_torch.cluster.finder import Member as Named
 from persisting_torch.cluster.finder import Target, rank_nodes
 from persisting_torch.cluster.node import Key, Node
@@ -169,6 +173,43 @@ def load(url: str, options: Options) -> list[int]:
         return [uid for batch in loader for uid in batch["uid"].tolist()]
 
 
+def put_large(url: str, options: Options) -> tuple[list[str], list[int]]:
+    """Put two megabytes, twice; the requests that did it, and what is there then."""
+    ops, message = [], Bucket._message
+
+    def noted(self: Bucket, op: str, *rest: Any) -> Message:
+        ops.append(op)
+        return message(self, op, *rest)
+
+    with opened(url, options, num_buckets=BUCKETS, batch_size=1000) as queue:
+        Bucket._message = noted  # type: ignore[method-assign]
+        # The first put makes the datasets with the columns that the second one needs.
+        for first in (0, 300):
+            uids = range(first, first + 300)
+            queue.sync.put([{"id": uid, "uid": uid, "x": torch.ones(2000)} for uid in uids])
+            queue.sync.flush()
+        Bucket._message = message  # type: ignore[method-assign]
+        return ops, sorted(record["uid"] for record in queue.sync.get(1000))
+
+
+def test_large_puts_are_written_by_those_who_put(client, url, options):
+    ops, found = client.call(put_large, url, options)
+    appends = [op for op in ops if op.startswith("append")]
+    assert appends == ["append"] * BUCKETS + ["append_written"] * BUCKETS
+    assert found == list(range(600))
+
+
+def looked_at(url: str, options: Options) -> int:
+    told = [text for one in options.items() for text in ("--storage-option", "=".join(one))]
+    return main(["verify", "q", "--storage-path", url, *told])
+
+
+def test_the_command_line_looks_at_what_a_cluster_has(shared, client, url, options):
+    client.call(fill, url, options, 0, 30, num_buckets=BUCKETS)
+    with shared.alone() as alone:
+        assert alone.call(looked_at, url, options) == 0, alone.err
+
+
 def seal(url: str, options: Options) -> None:
     with opened(url, options) as queue:
         queue.sync.seal()
@@ -207,7 +248,23 @@ def test_the_log_in_the_store_stays_short_and_the_next_head_finds_all(nodes, url
     each_once(claimed, list(range(100)))
 
 
-# Failures
+# Nodes that come and go
+
+
+def follow_soon() -> None:
+    moving.STABLE_SECONDS = 1.0
+
+
+def test_buckets_go_to_a_node_that_joins(nodes, url, options, tmp_path):
+    nodes.grow(1)
+    nodes[0].call(follow_soon)
+    workers = Work(nodes, url, options, tmp_path)
+    assert owner_of(url, options, 1).node == "node-0"
+    nodes.grow(1)
+    work.await_so(lambda: owner_of(url, options, 1).node == "node-1", 20, "to follow")
+    time.sleep(2)
+    assert workers.end() < 5
+    assert [owner_of(url, options, b).node[-1] for b in range(BUCKETS)] == ["0", "1", "0"]
 
 
 def rounds(stop: str) -> Iterator[int]:
@@ -347,6 +404,7 @@ def test_the_store_refuses_a_head_that_believes_in_itself(nodes, url, options):
     assert "/ledger was taken over" in said
 
 
+@pytest.mark.slow
 def test_a_change_whose_answer_was_lost_is_made_once(nodes, endpoint, url, options, tmp_path):
     gate = object_store.Gate(endpoint)
     gate.only = "/ledger/"
