@@ -14,6 +14,7 @@ from persisting_torch.callbacks.steps import EveryNSteps
 from persisting_torch.errors import PersistingError
 from persisting_torch.queue.place import Place, open_place
 from persisting_torch.queue.policies import policy_folder, publish
+from persisting_torch.queue.seam import is_distributed
 
 if TYPE_CHECKING:
     from persisting_torch.queue import Queue
@@ -61,6 +62,7 @@ class PolicyPublisher(EveryNSteps):
         self.storage_options = storage_options
         self.keep = keep
         self.module = module
+        self._made = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
@@ -78,9 +80,16 @@ class PolicyPublisher(EveryNSteps):
             publish(policy_folder(place.root), state, step, keep=self.keep, files=place.files)
 
     def _place(self) -> Place:
-        if isinstance(self.queue, str):
-            return open_place(self.queue, self.storage_path, storage_options=self.storage_options)
-        return self.queue.engine.place
+        if not isinstance(self.queue, str):
+            return self.queue.engine.place
+        if is_distributed() and not self._made:
+            from persisting_torch.queue import Queue
+
+            # A queue that is not there yet is made by a node, split as the cluster's queues are.
+            options = None if self.storage_options is None else dict(self.storage_options)
+            Queue(self.queue, self.storage_path, storage_options=options).close()
+            self._made = True
+        return open_place(self.queue, self.storage_path, storage_options=self.storage_options)
 
 
 def whole_tensors(state: Mapping[str, Any], module: str | None) -> dict[str, Tensor]:

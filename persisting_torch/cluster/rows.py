@@ -57,14 +57,16 @@ class RowService:
         own = place.of_bucket(bucket)
         rows, late = _store(own.data, own, fsync), _store(own.late, own, fsync)
         epoch = ownership.owner.epoch
-        for store in (rows, late):
-            store.guard = ownership.check
-            store.fence()
         with ledger.transaction() as tx:
             books.refresh(tx)
             if place.storage and bucket:
                 _come_home(tx, place, bucket, ownership.owner.node)
             _begin_epoch(tx, bucket, epoch)
+        # After that, for what an earlier owner commits in the middle of it is undone: it must not
+        # be able to enter such rows any more.
+        for store in (rows, late):
+            store.guard = ownership.check
+            store.fence()
         self.committer = BucketCommitter(
             ledger,
             books,

@@ -104,6 +104,9 @@ def take_over(ledger: Ledger, epoch: int) -> None:
     with ledger.transaction() as tx:
         _refuse_local_processes(tx, ledger)
         tx.execute("DELETE FROM leases")
+        # Of a flush that a local process was killed in: its rows, if they have landed, are removed
+        # like all that no ledger knows, and a note of them would bring them back.
+        tx.execute("DELETE FROM pending")
         if _epoch(tx) >= epoch:
             raise StaleOwner(f"{ledger.place.bucket} has the owner of epoch {_epoch(tx)} by now.")
         tx.execute("INSERT OR REPLACE INTO meta VALUES ('epoch', ?)", (epoch,))

@@ -243,3 +243,34 @@ def test_a_put_whose_owner_was_killed_in_it_is_there_once(nodes, tmp_path, bucke
     with nodes.alone() as alone:
         assert alone.call(books, path) == (list(range(30)), [], 30)
         assert alone.call(rows_of_all_files, path) == 30
+
+
+def flush_and_die(path: str) -> None:
+    """Flush ten samples, and end with ten more in the files, but not in the ledger."""
+    put_ten(path, 0)
+    die_at("Committer", "_enter")
+    put_ten(path, 10)
+
+
+def have_it_tended(path: str) -> int:
+    with Queue("q", path) as queue:
+        (appender,) = queue.engine.committer.appenders  # type: ignore[attr-defined]
+        appender.bucket.ask("tend", {}, seconds=30)
+        return len(queue)
+
+
+def test_a_flush_that_a_local_process_was_killed_in_is_not_finished_after_a_cluster_had_the_queue(
+    nodes, tmp_path
+):
+    path = str(tmp_path)
+    with nodes.alone() as alone:
+        alone.begin(flush_and_die, path)
+        alone.await_end()
+    nodes.grow(1)
+    client = nodes.client()
+    assert client.call(have_it_tended, path) == 10
+    client.leave()
+    nodes[0].leave()
+    with nodes.alone() as alone:
+        assert alone.call(books, path) == (list(range(10)), [], 10)
+        assert alone.call(rows_of_all_files, path) == 10

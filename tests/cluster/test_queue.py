@@ -410,3 +410,37 @@ def test_what_one_member_has_put_another_finds_at_once(client, second, tmp_path:
         assert second.call(data_of, "q", meta) == [1] * 10
     for member in (client, second):
         member.call(let_go)
+
+
+def publish_once(path: str) -> tuple[int | None, int]:
+    from lightning.pytorch import LightningModule, Trainer
+
+    from persisting_torch.callbacks import PolicyPublisher, policy
+
+    class Net(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(1, 1)
+
+        def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+            return self.layer(batch).sum()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=1.0)
+
+    trainer = Trainer(
+        accelerator="cpu",
+        max_steps=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[PolicyPublisher("published", storage_path=path)],
+    )
+    trainer.fit(Net(), torch.utils.data.DataLoader(torch.ones(4, 1)))
+    with Queue("published", path) as queue:
+        return policy(queue).version, queue.num_buckets
+
+
+def test_a_policy_published_before_there_is_a_queue_makes_one_of_the_clusters(client, tmp_path):
+    assert client.call(publish_once, str(tmp_path)) == (1, 4)
