@@ -12,7 +12,7 @@ import pyarrow as pa
 from persisting_torch.cluster.bucket import Bucket
 from persisting_torch.cluster.finder import Finder, Target
 from persisting_torch.cluster.head import Head
-from persisting_torch.cluster.node import Answer, Key
+from persisting_torch.cluster.keeping import Answer, Key
 from persisting_torch.cluster.remote import BucketStore, RemoteAppender, SharedLock
 from persisting_torch.cluster.replica import Replica
 from persisting_torch.cluster.rows import RowService

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from persisting_torch.errors import BucketUnavailable
 
 if TYPE_CHECKING:
-    from persisting_torch.cluster.node import Key
+    from persisting_torch.cluster.keeping import Key
 
 YIELD_SECONDS = 1.0  # for which a node that has yielded does not try again
 WAIT_SECONDS = 2.0

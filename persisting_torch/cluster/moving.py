@@ -27,7 +27,8 @@ from persisting_torch.queue.place import found_at, open_place
 from persisting_torch.queue.threads import Background
 
 if TYPE_CHECKING:
-    from persisting_torch.cluster.node import Key, Node
+    from persisting_torch.cluster.keeping import Key
+    from persisting_torch.cluster.node import Node
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,8 @@ from typing import Any
 from persisting_torch.cluster.bucket import Bucket
 from persisting_torch.cluster.finder import Finder, Member, Target
 from persisting_torch.cluster.head import Head
-from persisting_torch.cluster.node import Key, Node
+from persisting_torch.cluster.keeping import Key
+from persisting_torch.cluster.node import Node
 from persisting_torch.cluster.replica import Replica
 from persisting_torch.cluster.service import LedgerService
 from persisting_torch.errors import PersistingError

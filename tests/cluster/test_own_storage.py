@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from persisting_torch.cluster import making, trouble
+from persisting_torch.cluster.keeping import Key
 from persisting_torch.cluster.making import Making, Told
-from persisting_torch.cluster.node import Key
 from persisting_torch.cluster.trouble import Trouble
 from persisting_torch.errors import BucketUnavailable
 from persisting_torch.queue.threads import at_once

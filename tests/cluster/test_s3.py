@@ -23,7 +23,8 @@ from persisting_torch.cluster import moving
 from persisting_torch.cluster.bucket import Bucket
 from persisting_torch.cluster.finder import Member as Named
 from persisting_torch.cluster.finder import Target, rank_nodes
-from persisting_torch.cluster.node import Key, Node
+from persisting_torch.cluster.keeping import Key
+from persisting_torch.cluster.node import Node
 from persisting_torch.cluster.wire import Message
 from persisting_torch.errors import StaleOwner
 from persisting_torch.queue import journal, objects, ownership
