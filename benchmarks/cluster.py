@@ -323,7 +323,15 @@ def pulsing_queue() -> Callable[[list[dict[str, Any]]], float]:
         return await write_queue(get_system(), "theirs", num_buckets=4)
 
     writer = loop.call(opened(), 60.0)
-    loop.call(writer.put([{"id": n, "text": ""} for n in range(8)]), 60.0)
+    deadline = time.monotonic() + 30
+    while True:  # it does not wait for its buckets to be known everywhere
+        try:
+            loop.call(writer.put([{"id": n, "text": ""} for n in range(8)]), 60.0)
+            break
+        except RuntimeError as error:
+            if "not_found" not in str(error) or time.monotonic() > deadline:
+                raise
+            time.sleep(0.5)
     return lambda given: seconds(lambda: loop.call(writer.put(given), 60.0))
 
 

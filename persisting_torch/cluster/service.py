@@ -24,6 +24,7 @@ from persisting_torch.queue.statements import decode, encode_changes
 from persisting_torch.queue.turns import Turns
 
 LONGEST_WAIT_SECONDS = 2.0  # at a time; whoever has to wait longer asks again
+NEWS_SECONDS = 0.002  # that whoever made a change has the answer before others hear of it
 TURN_SECONDS = 30.0
 REQUESTS_KEPT_SECONDS = 3600.0
 TIDY_SECONDS = 60.0
@@ -137,6 +138,7 @@ class LedgerService:
             wait = min(header["wait"], LONGEST_WAIT_SECONDS)
             with waiting():
                 self.log.wait(header["log"], header["number"], wait)
+                time.sleep(NEWS_SECONDS)
         return self._changes(header), None
 
     def _changes(self, header: dict[str, Any]) -> Message:
