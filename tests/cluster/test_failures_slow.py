@@ -78,7 +78,7 @@ def test_an_owner_that_stands_still_amid_a_commit_is_waited_for(nodes: Cluster, 
     nodes.grow(2)
     workers = Work(nodes, path, few=True)
     halted = owner(nodes, path, 0)
-    halted.call(work.halt_at, "in a commit")
+    halted.begin(work.halt_at, "in a commit")
     work.await_so(lambda: work.is_halted(halted), TAKEOVER, "the halt")
     time.sleep(9)
     halted.go_on()

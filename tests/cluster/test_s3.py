@@ -358,7 +358,7 @@ def test_a_head_that_stood_still_and_was_replaced_does_nothing_any_more(
     client, old = nodes.client(), owner_of(url, options)
     client.call(work.ways_to, old.address, url, 0)
     halted = member(nodes, old)
-    halted.call(work.halt_at, moment)
+    halted.begin(work.halt_at, moment)
     work.await_so(lambda: work.is_halted(halted), TAKEOVER, moment)
     work.await_so(lambda: owner_of(url, options).epoch > old.epoch, TAKEOVER, "a takeover")
     time.sleep(1)

@@ -328,7 +328,7 @@ def stands_still(nodes: Cluster, path: str, moment: str, bucket: int) -> None:
     client, old = nodes.client(), owner_of(path, bucket)
     client.call(ways_to, old.address, path, bucket)
     halted = owner(nodes, path, bucket)
-    halted.call(halt_at, moment)
+    halted.begin(halt_at, moment)
     await_so(lambda: is_halted(halted), TAKEOVER, moment)
     await_takeover(path, {bucket: old.epoch})
     time.sleep(1)
@@ -423,7 +423,10 @@ def halt() -> None:
 
 
 def halt_at(moment: str) -> None:
-    """Have this node halt once it gets to this moment the next time."""
+    """Have this node halt once it gets to this moment the next time.
+
+    To be begun, not called, where the moment comes often: perhaps before there is an answer.
+    """
     from persisting_torch.cluster import service
     from persisting_torch.queue import journal, ledger, record, shards, storage, turns
 
