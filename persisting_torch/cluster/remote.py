@@ -29,6 +29,7 @@ from persisting_torch.queue.storage import RowStore
 from persisting_torch.queue.threads import Background
 
 ANSWER_SECONDS = 5.0
+ALIVE_SECONDS = 2.0
 NEAR_BYTES = 256 << 10
 SLOWEST_BYTES_PER_SECOND = 20e6
 READ_SECONDS = 10.0
@@ -166,7 +167,8 @@ class BucketStore:
             with self._lock:
                 if not self._asked:
                     if not self._is_near():
-                        self._bucket.ask("alive")  # what was known of its owner may be old
+                        # What was known of its owner may be old.
+                        self._bucket.ask("alive", seconds=ALIVE_SECONDS)
                     if self._is_near():
                         self._near = RowStore(self.path, files=self._place.files)
                     self._asked = True
