@@ -13,10 +13,11 @@ import pyarrow.flight as flight
 from persisting_torch.cluster.secret import HOST_NAME, Credentials
 from persisting_torch.cluster.wire import LARGEST_MESSAGE, Message, from_wire
 from persisting_torch.errors import PersistingError
+from persisting_torch.queue.pieces import in_pieces
 
 ANSWER = b"persisting_torch answer"
 CHUNK_BYTES = 1 << 20  # messages of 256 KB to 4 MB stream fastest
-ALIGNMENT = 64  # bytes
+ALIGNMENT = 64  # bytes, as torch likes it
 CONNECT_OPTIONS = [
     ("grpc.enable_http_proxy", 0),
     ("grpc.initial_reconnect_backoff_ms", 50),
@@ -119,26 +120,25 @@ def _unpacked(data: bytes | pa.Buffer) -> Message:
 
 def in_chunks(table: pa.Table) -> pa.Table:
     """The table in batches of about a megabyte, which stream faster than one large one."""
-    rows = max(1, table.num_rows * CHUNK_BYTES // max(1, table.nbytes))
-    return pa.Table.from_batches(table.to_batches(max_chunksize=rows), schema=table.schema)
+    return in_pieces(table, CHUNK_BYTES)
 
 
-def aligned(table: pa.Table) -> pa.Table:
-    """The table with each buffer at an address that Lance and torch like.
+def aligned(table: pa.Table, to: int = ALIGNMENT) -> pa.Table:
+    """The table with each buffer at an address that is a multiple of so many bytes.
 
     What has to move for that becomes one piece: it would be copied again where that is needed, as
     Flight's own alignment of each message is.
     """
     columns = [
-        column if _is_aligned(column) else pa.concat_arrays(column.chunks)
+        column if _is_aligned(column, to) else pa.concat_arrays(column.chunks)
         for column in table.columns
     ]
     return pa.Table.from_arrays(columns, schema=table.schema)
 
 
-def _is_aligned(column: pa.ChunkedArray) -> bool:
+def _is_aligned(column: pa.ChunkedArray, to: int) -> bool:
     return all(
-        buffer is None or buffer.address % ALIGNMENT == 0
+        buffer is None or buffer.address % to == 0
         for chunk in column.chunks
         for buffer in chunk.buffers()
     )

@@ -31,6 +31,7 @@ from persisting_torch.queue.shards import BucketCommitter
 from persisting_torch.queue.storage import RowStore
 
 PUT_SECONDS = 2.0
+WIDEST_TYPE = 16  # bytes, of Arrow's; Lance takes no buffers at odd addresses
 
 Answer = tuple[Message, "pa.Table | None"]
 Operation = Callable[[Message, "pa.Table | None"], Answer]
@@ -124,7 +125,7 @@ class RowService:
         with self.committer.lock:
             self._refuse_if_leaving()
             self.committer.writer = request.header["writer"]
-            self.committer.append(composed_of(request.header, aligned(table)))
+            self.committer.append(composed_of(request.header, aligned(table, WIDEST_TYPE)))
         self.engine.tending.note_flush(table.nbytes)
         return Message({}), None
 
@@ -149,7 +150,10 @@ class RowService:
                 self._refuse_if_leaving()
                 self.committer.writer = header["writer"]
                 first_row = self.committer.append_late(
-                    late_of(header, aligned(table)), header["partition"], keys, finishing
+                    late_of(header, aligned(table, WIDEST_TYPE)),
+                    header["partition"],
+                    keys,
+                    finishing,
                 )
         except LeaseLost as lost:
             return Message({"lost": [str(lost)]}), None

@@ -24,6 +24,7 @@ from lance.fragment import FragmentMetadata, LanceFragment, write_fragments
 
 from persisting_torch.queue.files import LOCAL, Files
 from persisting_torch.queue.fragments import FragmentTable
+from persisting_torch.queue.pieces import in_pieces
 from persisting_torch.queue.reading import Reader
 from persisting_torch.queue.threads import at_once
 
@@ -139,7 +140,7 @@ class RowStore:
         written: list[list[FragmentMetadata]] = [[] for _ in files]
 
         def write(number: int) -> None:
-            written[number] = self.write(_in_pieces(files[number]), rows)
+            written[number] = self.write(in_pieces(files[number], PIECE_BYTES), rows)
 
         for first in range(0, len(files), FILES_AT_ONCE):
             some = range(first, min(first + FILES_AT_ONCE, len(files)))
@@ -380,12 +381,6 @@ def _rows_per_file(table: pa.Table) -> int:
     rows: int = table.num_rows
     files: int = max(1, round(table.nbytes / FRAGMENT_BYTES))
     return -(-rows // files)
-
-
-def _in_pieces(table: pa.Table) -> pa.Table:
-    """The same table, in batches of PIECE_BYTES."""
-    rows = max(1, table.num_rows * PIECE_BYTES // max(1, table.nbytes))
-    return pa.Table.from_batches(table.to_batches(max_chunksize=rows), schema=table.schema)
 
 
 def _without_empty_columns(table: pa.Table) -> pa.Table:
