@@ -7,7 +7,6 @@ That takes root.
 from __future__ import annotations
 
 import ctypes
-import itertools
 import os
 import shutil
 import subprocess
@@ -16,8 +15,6 @@ from typing import Any
 
 import pytest
 
-from persisting_torch.cluster.finder import Member as Named
-from persisting_torch.cluster.finder import Target, rank_nodes
 from tests.cluster.nodes import Cluster, Member
 
 NEW_MOUNTS, NEW_NETWORK = 0x00020000, 0x40000000
@@ -99,21 +96,6 @@ class Network(Cluster):
 
     def show(self, member: Member, path: str) -> None:
         run("umount", path, inside=member)
-
-
-def spread(folder: Path, nodes: int) -> str:
-    """A storage path by which each of so many nodes gets buckets of queue "q".
-
-    Which node has which bucket follows from the names alone.
-    """
-    members = [Named(f"node-{number}", "") for number in range(nodes)]
-    for number in itertools.count():
-        path = folder / f"storage-{number}"
-        targets = [Target("q", str(path), bucket) for bucket in range(4)]
-        if len({rank_nodes(members, target)[0] for target in targets}) == nodes:
-            path.mkdir()
-            return str(path)
-    raise AssertionError
 
 
 class OwnStorage(Cluster):

@@ -31,17 +31,21 @@ process has itself joined a cluster, and none of these processes shares its curr
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
 import signal
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
+from persisting_torch.cluster.finder import Member as Named
+from persisting_torch.cluster.finder import Target, rank_nodes
 from tests.children import Child, Nursery
 
 LONGEST = 60.0
@@ -250,6 +254,34 @@ class Cluster:
             member.connection.close()
             if error is not None and member.err:
                 error.add_note(f"{member.name or 'a client'} wrote:\n{member.err[-4000:]}")
+
+
+# Which node is to have which bucket follows from their names and the storage path alone.
+
+
+def by_weight(path: str, bucket: int, names: Sequence[str], queue: str = "q") -> list[str]:
+    """These nodes in the order in which they are to have the bucket."""
+    nodes = [Named(name, "") for name in names]
+    return [node.name for node in rank_nodes(nodes, Target(queue, path, bucket))]
+
+
+def spread(folder: Path, count: int, head: str | None = None) -> str:
+    """A storage path by which each of so many nodes gets buckets of queue "q", this one the first.
+
+    Where there are three, so that each of the first two does as long as they are alone.
+    """
+    names = [f"node-{number}" for number in range(count)]
+    for number in itertools.count():
+        path = folder / f"storage-{number}"
+        owners = [
+            [by_weight(str(path), bucket, names[:some])[0] for bucket in range(4)]
+            for some in range(2, count + 1)
+        ]
+        each = all(len(set(own)) == some for some, own in enumerate(owners, 2))
+        if each and head in (None, owners[-1][0]):
+            path.mkdir()
+            return str(path)
+    raise AssertionError
 
 
 # What members do

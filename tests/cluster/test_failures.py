@@ -11,8 +11,8 @@ import pytest
 
 from persisting_torch import BucketUnavailable
 from tests.cluster import work
-from tests.cluster.apart import OwnStorage, spread
-from tests.cluster.nodes import Cluster
+from tests.cluster.apart import OwnStorage
+from tests.cluster.nodes import Cluster, spread
 from tests.cluster.work import TAKEOVER, Work, each_once, owner
 
 
@@ -24,7 +24,7 @@ def nodes() -> Iterator[Cluster]:
 
 @pytest.fixture
 def path(tmp_path: Path) -> str:
-    return str(tmp_path)
+    return spread(tmp_path, 3)
 
 
 def test_nodes_are_killed_one_after_the_other_and_nobody_notices_but_by_waiting(

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from tests.cluster import work
-from tests.cluster.apart import Network, OwnStorage, spread
-from tests.cluster.nodes import Cluster, Pending
+from tests.cluster.apart import Network, OwnStorage
+from tests.cluster.nodes import Cluster, Pending, spread
 from tests.cluster.work import TAKEOVER, Work, each_once, owner, stands_still
 from tests.exactly_once.model import Lineage, fill
 from tests.exactly_once.stories import Story, every, uninterrupted_like
@@ -35,7 +35,7 @@ def nodes() -> Iterator[Cluster]:
 
 @pytest.fixture
 def path(tmp_path: Path) -> str:
-    return str(tmp_path)
+    return spread(tmp_path, 3)
 
 
 @pytest.mark.parametrize(
@@ -61,6 +61,10 @@ def test_an_answer_that_has_become_old_is_not_given(nodes: Cluster, path: str) -
     workers = Work(nodes, path, few=True)
     client, old = nodes.client(), work.owner_of(path, 0)
     client.call(work.ways_to, old.address, path, 0)
+    # They have their snapshots then, and this is the only one.
+    work.await_so(
+        lambda: client.call(work.tasks_begun, path) == ["claim", "train"], TAKEOVER, "to begin"
+    )
     halted = owner(nodes, path, 0)
     halted.call(work.halt_at, "before a snapshot is answered")
     asking = client.begin(work.ask_directly, "snapshot")

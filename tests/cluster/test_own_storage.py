@@ -17,8 +17,8 @@ from persisting_torch.cluster.trouble import Trouble
 from persisting_torch.errors import BucketUnavailable
 from persisting_torch.queue.threads import at_once
 from tests.cluster import work
-from tests.cluster.apart import OwnStorage, spread
-from tests.cluster.nodes import hold, let_go
+from tests.cluster.apart import OwnStorage
+from tests.cluster.nodes import hold, let_go, spread
 
 TIMES = 30
 

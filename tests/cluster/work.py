@@ -155,6 +155,13 @@ def drain(path: str) -> list[int]:
     return uids
 
 
+def tasks_begun(path: str) -> list[str]:
+    """The tasks of which something was given out."""
+    with Queue("q", path) as queue:
+        tasks = queue.sync.stats()["tasks"].items()
+        return [name for name, parts in tasks if any(one["taken"] for one in parts.values())]
+
+
 def records(path: str) -> list[dict[str, Any]]:
     """All there is."""
     with Queue("q", path) as queue:
@@ -420,6 +427,7 @@ def halt() -> None:
     """This process stands still until somebody lets it go on, and is slow to notice then."""
     Node._drop = staticmethod(lambda kept, held: None)  # type: ignore[method-assign]
     os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(0.2)  # it takes a moment until all threads stand still
 
 
 def halt_at(moment: str) -> None:
