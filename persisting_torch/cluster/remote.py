@@ -23,6 +23,7 @@ from persisting_torch.queue.late import LateBatch
 from persisting_torch.queue.ownership import read_owner
 from persisting_torch.queue.place import Place
 from persisting_torch.queue.producers import Finishing
+from persisting_torch.queue.record import Mark
 from persisting_torch.queue.runs import Int64s
 from persisting_torch.queue.sets import pack_set, unpack_set
 from persisting_torch.queue.storage import RowStore
@@ -49,8 +50,8 @@ class RemoteAppender:
     store: BucketStore
     writer: str = ""
 
-    def append(self, composed: Composed) -> None:
-        """Have them stored, once however often it takes."""
+    def append(self, composed: Composed) -> Mark | None:
+        """Have them stored, once however often it takes; None if that cannot wait to be seen."""
         table = composed.table
         header = {
             "runs": composed.runs,
@@ -61,26 +62,31 @@ class RemoteAppender:
             "keys": composed.keys,
             "writer": self.writer,
         }
-        if table.nbytes < NEAR_BYTES or not self._append_near(header, table):
-            self.bucket.put("append", header, table, seconds=_seconds_for(table))
+        answer = None if table.nbytes < NEAR_BYTES else self._append_near(header, table)
+        if answer is None:
+            seconds = _seconds_for(table)
+            answer = self.bucket.put("append", header, table, seconds=seconds).header
+        mark = answer.get("mark")
+        return None if mark is None else (mark[0], mark[1])
 
-    def _append_near(self, header: dict[str, Any], table: pa.Table) -> bool:
-        """The same without sending the rows; False if they have to be sent.
+    def _append_near(self, header: dict[str, Any], table: pa.Table) -> dict[str, Any] | None:
+        """The same without sending the rows; None if they have to be sent.
 
         Files that come to nothing are not removed, since an answer that was lost may have been that
         they are rows now. Lance removes them a week later.
         """
         near = self.store.near()
         if near is None:
-            return False
+            return None
         try:
             written = near.stage(table)
         except OSError:
-            return False  # this process may only read there, or the owner says what is wrong
+            return None  # this process may only read there, or the owner says what is wrong
         if written is None:
-            return False
+            return None
         told = {**header, "fragments": [part.to_json() for part in written]}
-        return bool(self.bucket.ask("append_written", told).header["done"])
+        answer = self.bucket.ask("append_written", told).header
+        return answer if answer["done"] else None
 
     def append_late(
         self,

@@ -25,7 +25,7 @@ from persisting_torch.errors import BucketUnavailable, PersistingError, StaleOwn
 from persisting_torch.queue.again import Interrupted
 from persisting_torch.queue.ledger import Ledger
 from persisting_torch.queue.place import Place
-from persisting_torch.queue.record import Change, Recorder, Statement, replay
+from persisting_torch.queue.record import Change, Mark, Recorder, Statement, replay
 from persisting_torch.queue.snapshots import restore
 from persisting_torch.queue.threads import Background
 from persisting_torch.queue.waiting import Hub
@@ -69,6 +69,7 @@ class Replica(Ledger):
         self._turn: Turn | None = None
         self._known = ""
         self._crowded_until = 0.0
+        self._due: dict[str, int] = {}
         self.connection = sqlite3.connect(
             ":memory:",
             isolation_level=None,
@@ -158,6 +159,28 @@ class Replica(Ledger):
             position = self._position()
         self._take_in(self._head.follow(*position, 0.0))
 
+    def mark(self) -> Mark | None:
+        with self.lock:
+            return self._position()
+
+    def expect(self, mark: Mark) -> None:
+        """Know of all up to there before anything is read.
+
+        The news mostly come by themselves until then; only who reads sooner has to ask for them.
+        """
+        log, number = mark
+        with self.lock:
+            self._due[log] = max(number, self._due.get(log, 0))
+
+    def meet(self) -> None:
+        with self.lock:
+            if not self._due or self._turn is not None:
+                return
+            at, reached = self._position()
+            if any(log != at or number > reached for log, number in self._due.items()):
+                self._take_in(self._head.follow(at, reached, 0.0))
+            self._due.clear()
+
     def _take_in(self, news: News, *, unless_busy: bool = False) -> None:
         """Enter what the owner tells of, as far as it is not known yet."""
         if unless_busy and self._turn is not None:
@@ -219,6 +242,8 @@ class Replica(Ledger):
         with self.lock:
             self.check_open()
             self._clear_up(self._turn)
+            if hurry:
+                self.meet()
             connection, own = self.connection, Turn(uuid.uuid4().hex)
             hurry = hurry and time.monotonic() > self._crowded_until
             position = self._position()
@@ -276,6 +301,13 @@ class Replica(Ledger):
 
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
+        with self.lock:
+            self.check_open()
+            self.meet()
+            yield self.connection
+
+    @contextmanager
+    def glancing(self) -> Iterator[sqlite3.Connection]:
         with self.lock:
             self.check_open()
             yield self.connection

@@ -125,9 +125,9 @@ class RowService:
         with self.committer.lock:
             self._refuse_if_leaving()
             self.committer.writer = request.header["writer"]
-            self.committer.append(composed_of(request.header, aligned(table, WIDEST_TYPE)))
+            mark = self.committer.append(composed_of(request.header, aligned(table, WIDEST_TYPE)))
         self.engine.tending.note_flush(table.nbytes)
-        return Message({}), None
+        return Message({"mark": mark}), None
 
     def _append_written(self, request: Message, table: pa.Table | None) -> Answer:
         header = request.header
@@ -138,7 +138,7 @@ class RowService:
             done = self.committer.append_written(composed_of(header, pa.table({})), fragments)
         files = [file for part in fragments for file in part.files]
         self.engine.tending.note_flush(sum(file.file_size_bytes or 0 for file in files))
-        return Message({"done": done}), None
+        return Message({"done": done, "mark": self.committer.ledger.mark()}), None
 
     def _append_late(self, request: Message, table: pa.Table | None) -> Answer:
         assert table is not None

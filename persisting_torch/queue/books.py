@@ -152,8 +152,14 @@ class Books:
     def follow(self) -> None:
         """Read what is new, outside a transaction. Takes the ledger's lock itself."""
         with self.ledger.lock:
+            self.ledger.meet()
+            self.glance()
+
+    def glance(self) -> None:
+        """Likewise, but wait for nothing that others have still to tell."""
+        with self.ledger.lock:
             if self.ledger.version() != self._at:
-                with self.ledger.reading() as tx:
+                with self.ledger.glancing() as tx:
                     self.refresh(tx)
 
     def catch_up(self) -> None:
@@ -164,8 +170,9 @@ class Books:
     def follow_others(self) -> None:
         """Read what other processes or handles may have changed."""
         with self.ledger.lock:
+            self.ledger.meet()
             if self._at is None or self.ledger.others_version() != self._at[0]:
-                self.follow()
+                self.glance()
 
     def refresh(self, tx: sqlite3.Connection) -> None:
         """Read what is new. In a transaction it comes before the transaction's own writes."""

@@ -32,6 +32,7 @@ from persisting_torch.queue.waiting import POLL_SECONDS
 
 FEWEST_RESERVED = 64
 MOST_RESERVED = 4096
+PUTS_RESERVED = 4  # for puts of so many samples that each would have to reserve its own
 MOST_WAITING_BYTES = 64 << 20
 
 Given = tuple[str, tuple[str, ...], "FieldType | None"]
@@ -184,7 +185,7 @@ class Intake:
         now = time.monotonic()
         if now - self._looked > POLL_SECONDS:
             self._looked = now
-            books.follow()
+            books.glance()
         known = books.partitions.get(partition)
         if known is not None and known.sealed is None and books.sealed is None:
             return
@@ -256,7 +257,7 @@ class Intake:
     def _more_indexes(self, count: int) -> int:
         """Reserve more, in larger steps the faster they go; the first of `count` in a row."""
         left = self._end - self._next
-        self._reserved = min(2 * self._reserved, MOST_RESERVED)
+        self._reserved = min(2 * self._reserved, max(MOST_RESERVED, PUTS_RESERVED * count))
         wanted = max(count - left, self._reserved)
         first = self.ledger.reserve(wanted)
         end = first + wanted

@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import NoReturn
 from urllib.parse import quote
@@ -28,7 +28,7 @@ from persisting_torch.errors import (
 from persisting_torch.queue.again import again
 from persisting_torch.queue.host import boot, born
 from persisting_torch.queue.place import FORMAT, Place, raise_format
-from persisting_torch.queue.record import Log, Recorder
+from persisting_torch.queue.record import Log, Mark, Recorder
 from persisting_torch.queue.tables import AS_FORMAT_2, FROM_1_TO_2, LEDGER_FORMAT, TABLES
 from persisting_torch.queue.turns import Turns
 
@@ -191,6 +191,16 @@ class Ledger:
     def catch_up(self) -> None:
         """Know of all that was committed before this call, by whomever: here that is always so."""
 
+    def mark(self) -> Mark | None:
+        """How far the log of a shared ledger has come, for replicas elsewhere; None of others."""
+        return None if self._sharing is None else self._sharing.log.mark()
+
+    def expect(self, mark: Mark) -> None:
+        """Know of all up to there before anything is read: here that is always so."""
+
+    def meet(self) -> None:
+        """Know of what is expected: here that is always so."""
+
     def close(self) -> None:
         with self.lock, self._watch_lock:
             self.closed = True
@@ -292,6 +302,10 @@ class Ledger:
             finally:
                 if self.connection.in_transaction:
                     self.connection.execute("COMMIT")
+
+    def glancing(self) -> AbstractContextManager[sqlite3.Connection]:
+        """Likewise, of a state that may lack what is expected: who reads it waits for nothing."""
+        return self.reading()
 
     def others_version(self) -> int:
         """A value that differs once another connection has changed the ledger."""

@@ -15,6 +15,9 @@ from typing import Any
 Statement = tuple[str, list[Any]]
 """SQL, and the parameters of each of its executions."""
 
+Mark = tuple[str, int]
+"""A place in the log of changes: the log's name, and the number of a change in it."""
+
 KEPT = 4096  # changes
 KEPT_BYTES = 16 << 20  # of all changes that are kept, about
 WRITES = frozenset({"INSERT", "UPDATE", "DELETE", "REPLACE"})
@@ -126,6 +129,11 @@ class Log:
             while len(self._changes) > KEPT or self._bytes > KEPT_BYTES:
                 self._bytes -= self._changes.popleft().size
             self._changed.notify_all()
+
+    def mark(self) -> Mark:
+        """Up to where it has come."""
+        with self._lock:
+            return self.id, self.last
 
     def since(self, log: str, number: int) -> list[Change] | None:
         """The changes after this one; None if they are not kept, or it is of another log."""

@@ -29,6 +29,7 @@ from persisting_torch.queue.late import LateBatch
 from persisting_torch.queue.ledger import Ledger
 from persisting_torch.queue.locks import Lock
 from persisting_torch.queue.places import pack
+from persisting_torch.queue.record import Mark
 from persisting_torch.queue.runs import Int64s
 from persisting_torch.queue.sets import runs_of, set_of
 from persisting_torch.queue.threads import at_once
@@ -142,7 +143,10 @@ def split_late(late: LateBatch, buckets: Int64s) -> dict[int, LateBatch]:
 class Appender(Protocol):
     """A bucket as those see it who put into it: here, or with its owner in another process."""
 
-    def append(self, composed: Composed) -> None: ...
+    def append(self, composed: Composed) -> Mark | None:
+        """Have them stored. How far the ledger's log has come then, for a replica to expect, or
+        None where all that read have to be told now.
+        """
 
     def append_late(
         self,
@@ -169,7 +173,7 @@ class BucketCommitter(Committer):
     check: Callable[[sqlite3.Connection], None] = lambda tx: None
     strays: bool = True  # whether there may be rows in no place
 
-    def append(self, composed: Composed) -> None:
+    def append(self, composed: Composed) -> Mark | None:
         """Commit those of the samples that have not arrived yet."""
         with self.lock:
             known = self._arrived(composed)
@@ -178,7 +182,8 @@ class BucketCommitter(Committer):
                 fresh = [index not in known for index in indexes]
                 composed = part_of(composed, np.flatnonzero(fresh))
             if len(composed.table):
-                super().append(composed)
+                self._append(composed)
+        return self.ledger.mark()
 
     def append_written(self, composed: Composed, fragments: list[FragmentMetadata]) -> bool:
         """Commit samples whose rows, but not `table`, are in files already: see RowStore.stage.
@@ -327,8 +332,17 @@ class ManyCommitter:
         with self.ledger.lock:
             buckets = self.router.buckets(composed, self.books.schema)
         parts = split(composed, buckets)
-        self._each([partial(self.appenders[b].append, part) for b, part in parts.items()])
-        self.ledger.catch_up()
+        marks: list[Mark | None] = []
+
+        def append(bucket: int, part: Composed) -> None:
+            marks.append(self.appenders[bucket].append(part))
+
+        self._each([partial(append, b, part) for b, part in parts.items()])
+        for mark in marks:
+            if mark is not None:
+                self.ledger.expect(mark)
+        if None in marks:
+            self.books.catch_up()
 
     def append_late(
         self,

@@ -288,7 +288,6 @@ class Writes:
             with engine.ledger.lock:
                 composed = compose(chunks, engine.books.schema)
             engine.committer.append(composed)
-            engine.books.follow()
         self._unsure = False
 
     def _not_yet_committed(self, chunks: list[Chunk]) -> list[Chunk]:

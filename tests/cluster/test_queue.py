@@ -17,8 +17,9 @@ import torch
 from tensordict import TensorDict
 
 from persisting_torch import BatchMeta, KVInterface, PersistingError, Queue, SchemaError
+from persisting_torch.cluster.remote import NEAR_BYTES
 from persisting_torch.queue.report import verify
-from tests.cluster.nodes import HELD, Cluster, Member, buckets_owned, hold, let_go
+from tests.cluster.nodes import HELD, Cluster, Member, buckets_owned, hold, let_go, spread
 from tests.cluster.stories import STORIES, bounds, late_fields, refused, tell
 
 
@@ -114,7 +115,56 @@ def test_who_waits_gets_what_another_member_puts_at_once(client, second, tmp_pat
     client.call(put_slowly, str(tmp_path), 0.1)
     seen = pending.result()
     assert [x for x, _ in seen] == list(range(7))
-    assert min(delay for _, delay in seen) < 0.1
+    assert min(delay for _, delay in seen) < 0.3
+
+
+def tell_late() -> None:
+    """Let this node wait before it tells others of changes."""
+    from persisting_torch.cluster import service
+
+    service.NEWS_SECONDS = 0.3
+
+
+def put_and_look(path: str, width: int) -> tuple[list[int], list[int], list[int]]:
+    """How often puts had to ask for news, and what is there right after each of them."""
+    from persisting_torch.cluster.head import Head
+
+    follow, asked = Head.follow, []
+
+    def counting(head: Head, log: str, number: int, wait: float) -> Any:
+        if not wait:
+            asked.append(number)
+        return follow(head, log, number, wait)
+
+    Head.follow = counting  # type: ignore[method-assign]
+    needed, streamed, claimed = [], [], []
+    with Queue("q", path, num_buckets=2, batch_size=1) as queue:
+        for number in range(3):
+            queue.sync.put(batch_of(number, width))
+            asked.clear()
+            queue.sync.put(batch_of(number + 10, width))
+            needed.append(len(asked))
+            streamed.append(sum(map(len, queue.sync.stream(limit=None))))
+            queue.sync.put(batch_of(number + 20, width))
+            claimed.append(queue.sync.get_meta(["id"], 1000, "task").size)
+    return needed, streamed, claimed
+
+
+def batch_of(number: int, width: int) -> TensorDict:
+    ids = torch.arange(10) + number * 10
+    return TensorDict({"id": ids, "x": ids[:, None].expand(10, width)}, batch_size=[10])
+
+
+@pytest.mark.parametrize("width", [8, NEAR_BYTES], ids=["sent", "written"])
+def test_who_has_put_sees_it_at_once_though_the_put_waits_for_no_news(tmp_path: Path, width: int):
+    with Cluster() as nodes:
+        nodes.grow(2)
+        for node in nodes.nodes:
+            node.call(tell_late)
+        needed, streamed, claimed = nodes.client().call(put_and_look, str(tmp_path), width)
+    assert needed == [0, 0, 0]
+    assert streamed == [20, 50, 80]
+    assert claimed == [30, 30, 30]
 
 
 def work(path: str, number: int) -> tuple[dict[int, int], list[tuple[int, int]]]:
@@ -149,15 +199,16 @@ def all_records(path: str) -> tuple[list[dict[str, Any]], list[str], int]:
 
 @pytest.mark.slow
 def test_members_and_nodes_at_once_lose_double_and_mix_nothing(shared, client, second, tmp_path):
+    path = spread(tmp_path, 3)
     members = [client, second, shared[0], shared[2]]
-    pending = [member.begin(work, str(tmp_path), at) for at, member in enumerate(members)]
+    pending = [member.begin(work, path, at) for at, member in enumerate(members)]
     told = [one.result() for one in pending]
     put = {index: x for own, _ in told for index, x in own.items()}
     took = [pair for _, own in told for pair in own]
     assert len(put) == 800
     assert len(took) == 800
     assert dict(took) == put
-    records, faults, count = client.call(all_records, str(tmp_path))
+    records, faults, count = client.call(all_records, path)
     assert faults == []
     assert count == 800
     assert sorted(record["x"] for record in records) == sorted(put.values())
