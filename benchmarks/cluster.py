@@ -4,7 +4,8 @@ Nodes, the plain Flight server and Pulsing's actor are processes of their own on
 is on disk when a put returns, and a get_batch claims what it reads, durably; theirs is in memory.
 Rows are read and written where they lie, as all do who see the same storage; "far" has them sent by
 Arrow Flight. "gathered" are puts that wait in memory for a flush at 16 MB, which is counted with
-them. Each figure is a median of runs taken in turn.
+them. "Flight into Lance" appends what it is sent to a Lance dataset, and "Lance alone" does that in
+this process, as plainly as can be. Each figure is a median of runs taken in turn.
 
     python benchmarks/cluster.py [--scale 0.3] [--only gets]
 """
@@ -21,11 +22,13 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import lance
 import pyarrow as pa
 import pyarrow.flight as flight
 import torch
@@ -97,20 +100,22 @@ def batch(rows: int) -> TensorDict:
     return TensorDict({"tokens": torch.randint(0, 50_000, (rows, TOKENS))}, batch_size=[rows])
 
 
-def table_of(rows: int) -> pa.Table:
-    flat = pa.array(torch.randint(0, 50_000, (rows * TOKENS,)).numpy())
+def in_messages(given: TensorDict) -> pa.Table:
+    """A batch as Arrow has it, without a copy, in pieces of a megabyte, which stream fastest."""
+    flat = pa.array(given["tokens"].numpy().reshape(-1))
     table = pa.table({"tokens": pa.FixedSizeListArray.from_arrays(flat, TOKENS)})
     step = max(1, (1 << 20) // (TOKENS * 8))
     return pa.Table.from_batches(table.to_batches(max_chunksize=step), schema=table.schema)
 
 
 class Plain:
-    """A client of the plain Flight server."""
+    """A client of the plain Flight server, from TensorDicts and to them, as ours is."""
 
     def __init__(self, address: str) -> None:
         self.client = flight.FlightClient(f"grpc://{address}")
 
-    def put(self, table: pa.Table) -> None:
+    def put(self, given: TensorDict) -> None:
+        table = in_messages(given)
         writer, _ = self.client.do_put(
             flight.FlightDescriptor.for_command(b""), table.schema, OPTIONS
         )
@@ -119,8 +124,11 @@ class Plain:
                 writer.write_batch(part)
             writer.done_writing()
 
-    def get(self) -> pa.Table:
-        return self.client.do_get(flight.Ticket(b""), OPTIONS).read_all()
+    def get(self) -> TensorDict:
+        table = self.client.do_get(flight.Ticket(b""), OPTIONS).read_all()
+        flat = pa.concat_arrays(table["tokens"].chunks).flatten().to_numpy()
+        tokens = torch.from_numpy(flat).view(-1, TOKENS)
+        return TensorDict({"tokens": tokens}, batch_size=[len(tokens)])
 
 
 class Pulsing:
@@ -169,7 +177,7 @@ def gets() -> list[dict[str, Any]]:
                 for _ in range(count + 2):
                     queue.sync.put(batch(size))
             far(away)
-            plain.put(table_of(size))
+            plain.put(batch(size))
             pulsing.ask(("put", bytes(size * TOKENS * 8)))
             for work in (
                 plain.get,
@@ -206,23 +214,24 @@ def puts() -> list[dict[str, Any]]:
     ):
         plain, durable, pulsing = Plain(server), Plain(appends), Pulsing()
         for name, size in SHAPES.items():
-            queue, given, table = queue_of(batch_size=size), batch(size), table_of(size)
+            queue, given = queue_of(batch_size=size), batch(size)
             away, patient = queue_of(batch_size=size), queue_of(batch_size=LARGEST)
             payload = bytes(size * TOKENS * 8)
-            for work in (plain.put, durable.put):
-                work(table)
+            for work in (plain.put, durable.put, append_alone):
+                work(given)
             for one in (queue, away, patient):
                 one.sync.put(given)
                 one.sync.flush()
             far(away)
             times = in_turn(
                 runs(9 if size > 1000 else 25),
-                lambda t=table: seconds(lambda: plain.put(t)),
+                lambda b=given: seconds(lambda: plain.put(b)),
                 lambda q=queue, b=given: seconds(lambda: q.sync.put(b)),
                 lambda q=away, b=given: seconds(lambda: q.sync.put(b)),
                 lambda p=payload: seconds(lambda: pulsing.ask(("put", p))),
-                lambda t=table: seconds(lambda: durable.put(t)),
+                lambda b=given: seconds(lambda: durable.put(b)),
                 lambda q=patient, b=given: gathered(q, b),
+                lambda b=given: seconds(lambda: append_alone(b)),
             )
             row = compared(name, times[:4])
             row |= {
@@ -231,11 +240,18 @@ def puts() -> list[dict[str, Any]]:
                 "Pulsing / gathered": times[3] / times[5],
                 "Flight into Lance ms": times[4] * 1e3,
                 "into Lance / ours": times[4] / times[1],
+                "Lance alone ms": times[6] * 1e3,
+                "plain / Lance alone": times[0] / times[6],
             }
             rows.append(row)
             for one in (queue, away, patient):
                 one.close()
     return rows
+
+
+def append_alone(given: TensorDict) -> None:
+    """What any put has to do that keeps its rows in Lance, with nothing around it."""
+    lance.write_dataset(in_messages(given), FOLDER / "alone.lance", mode="append")
 
 
 def gathered(queue: Queue, given: TensorDict) -> float:
@@ -257,6 +273,7 @@ def compared(name: str, times: list[float]) -> dict[str, Any]:
         "plain Flight ms": plain * 1e3,
         "ours ms": near * 1e3,
         "plain / ours": plain / near,
+        "Pulsing / plain": pulsing / plain,
         "Pulsing / ours": pulsing / near,
         "far ms": away * 1e3,
         "plain / far": plain / away,
@@ -371,6 +388,7 @@ def written(queue: Queue, given: list[TensorDict], times: int) -> float:
 def main() -> None:
     global SCALE, FOLDER
     given = arguments(__doc__ or "")
+    warnings.filterwarnings("ignore", "The given NumPy array is not writable")
     SCALE, FOLDER = given.scale, Path(given.directory or tempfile.mkdtemp(prefix="cluster-"))
     try:
         tables = tables_of((gets, puts, claims, records, owners), given.only)
