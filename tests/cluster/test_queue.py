@@ -139,6 +139,7 @@ def put_and_look(path: str, width: int) -> tuple[list[int], list[int], list[int]
     Head.follow = counting  # type: ignore[method-assign]
     needed, streamed, claimed = [], [], []
     with Queue("q", path, num_buckets=2, batch_size=1) as queue:
+        queue.engine.tick = lambda: 1.0  # type: ignore[method-assign]  # which asks, too
         for number in range(3):
             queue.sync.put(batch_of(number, width))
             asked.clear()
