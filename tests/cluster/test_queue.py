@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -115,7 +116,7 @@ def test_who_waits_gets_what_another_member_puts_at_once(client, second, tmp_pat
     client.call(put_slowly, str(tmp_path), 0.1)
     seen = pending.result()
     assert [x for x, _ in seen] == list(range(7))
-    assert min(delay for _, delay in seen) < 0.3
+    assert median(delay for _, delay in seen) < 0.3
 
 
 def tell_late() -> None:
