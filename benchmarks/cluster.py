@@ -16,7 +16,6 @@ import asyncio
 import itertools
 import pickle
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -56,21 +55,15 @@ def runs(most: int) -> int:
 # Processes
 
 
-def free_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
-
-
 @contextmanager
 def process(role: str, *seeds: str) -> Iterator[str]:
     """A process in this role while the block runs; its address."""
-    address = free_address()
-    command = [sys.executable, str(Path(__file__).with_name("cluster_roles.py")), role, address]
+    command = [sys.executable, str(Path(__file__).with_name("cluster_roles.py")), role]
     started = subprocess.Popen([*command, *seeds], stdout=subprocess.PIPE, text=True)
     try:
         assert started.stdout is not None
-        assert started.stdout.readline() == "ready\n", f"{role} did not start"
+        address = started.stdout.readline().strip()
+        assert address, f"{role} did not start"
         yield address
     finally:
         started.terminate()

@@ -1,4 +1,6 @@
-"""The other processes of benchmarks/cluster.py: `python cluster_roles.py ROLE ADDRESS [SEED]`.
+"""The other processes of benchmarks/cluster.py: `python cluster_roles.py ROLE [SEED]`.
+
+Each prints where it listens once it does.
 
 node     owns buckets
 holder   a member that owns none, with an actor that sends and takes bytes: Pulsing's own transport
@@ -19,10 +21,11 @@ import pyarrow.flight as flight
 from persisting_torch import cluster
 
 HOLDER = "benchmark/holder"
+ANYWHERE = "127.0.0.1:0"
 
 
-async def node(address: str, seeds: list[str]) -> None:
-    await cluster.init(address, seeds=seeds)
+async def node(seeds: list[str]) -> None:
+    await cluster.init(ANYWHERE, seeds=seeds)
     from pulsing import get_system
     from pulsing.streaming import get_storage_manager
 
@@ -30,8 +33,8 @@ async def node(address: str, seeds: list[str]) -> None:
     await _forever()
 
 
-async def holder(address: str, seeds: list[str]) -> None:
-    await cluster.init(address, seeds=seeds, owns_buckets=False)
+async def holder(seeds: list[str]) -> None:
+    await cluster.init(ANYWHERE, seeds=seeds, owns_buckets=False)
     from pulsing import Actor, get_system
 
     class Holder(Actor):  # type: ignore[misc]
@@ -48,7 +51,9 @@ async def holder(address: str, seeds: list[str]) -> None:
 
 
 async def _forever() -> None:
-    print("ready", flush=True)
+    from persisting_torch.cluster.runtime import current
+
+    print(current().address, flush=True)
     while True:
         await asyncio.sleep(3600)
 
@@ -56,10 +61,12 @@ async def _forever() -> None:
 class Memory(flight.FlightServerBase):
     """One table, put and got; in messages of about a megabyte, which is fastest."""
 
-    table = pa.table({})
+    def __init__(self) -> None:
+        super().__init__(f"grpc://{ANYWHERE}")
+        self.table = pa.table({})
 
     def do_put(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
-        type(self).table = reader.read_all()
+        self.table = reader.read_all()
 
     def do_get(self, context: Any, ticket: Any) -> Any:
         return flight.RecordBatchStream(self.table)
@@ -68,9 +75,9 @@ class Memory(flight.FlightServerBase):
 class Appends(flight.FlightServerBase):
     """Appends what is put to a Lance dataset, as plainly as can be."""
 
-    def __init__(self, address: str, folder: str) -> None:
-        super().__init__(f"grpc://{address}")
-        self.path = f"{folder}/plain-{address.rpartition(':')[2]}.lance"
+    def __init__(self, folder: str) -> None:
+        super().__init__(f"grpc://{ANYWHERE}")
+        self.path = f"{folder}/plain-{self.port}.lance"
 
     def do_put(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
         given = reader.read_all()
@@ -80,13 +87,13 @@ class Appends(flight.FlightServerBase):
         lance.write_dataset(table, self.path, mode="append")
 
 
-def main(role: str, address: str, *seeds: str) -> None:
+def main(role: str, *seeds: str) -> None:
     if role in ("flight", "lance"):
-        server = Memory(f"grpc://{address}") if role == "flight" else Appends(address, *seeds)
-        print("ready", flush=True)
+        server = Memory() if role == "flight" else Appends(*seeds)
+        print(f"127.0.0.1:{server.port}", flush=True)
         server.serve()
     else:
-        asyncio.run({"node": node, "holder": holder}[role](address, list(seeds)))
+        asyncio.run({"node": node, "holder": holder}[role](list(seeds)))
 
 
 if __name__ == "__main__":
