@@ -50,8 +50,8 @@ class RemoteAppender:
     store: BucketStore
     writer: str = ""
 
-    def append(self, composed: Composed) -> Mark | None:
-        """Have them stored, once however often it takes; None if that cannot wait to be seen."""
+    def append(self, composed: Composed) -> Mark:
+        """Have them stored, once however often it takes."""
         table = composed.table
         header = {
             "runs": composed.runs,
@@ -66,8 +66,8 @@ class RemoteAppender:
         if answer is None:
             seconds = _seconds_for(table)
             answer = self.bucket.put("append", header, table, seconds=seconds).header
-        mark = answer.get("mark")
-        return None if mark is None else (mark[0], mark[1])
+        log, number = answer["mark"]
+        return log, number
 
     def _append_near(self, header: dict[str, Any], table: pa.Table) -> dict[str, Any] | None:
         """The same without sending the rows; None if they have to be sent.

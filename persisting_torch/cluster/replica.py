@@ -159,8 +159,10 @@ class Replica(Ledger):
             position = self._position()
         self._take_in(self._head.follow(*position, 0.0))
 
-    def mark(self) -> Mark | None:
+    def mark(self) -> Mark:
+        """Up to where in the owner's log all is known here."""
         with self.lock:
+            self.check_open()
             return self._position()
 
     def expect(self, mark: Mark) -> None:
@@ -176,6 +178,7 @@ class Replica(Ledger):
         with self.lock:
             if not self._due or self._turn is not None:
                 return
+            self.check_open()
             at, reached = self._position()
             if any(log != at or number > reached for log, number in self._due.items()):
                 self._take_in(self._head.follow(at, reached, 0.0))
@@ -242,10 +245,10 @@ class Replica(Ledger):
         with self.lock:
             self.check_open()
             self._clear_up(self._turn)
-            if hurry:
+            hurry = hurry and time.monotonic() > self._crowded_until
+            if hurry:  # else the turn brings the news
                 self.meet()
             connection, own = self.connection, Turn(uuid.uuid4().hex)
-            hurry = hurry and time.monotonic() > self._crowded_until
             position = self._position()
             try:
                 self._turn = own

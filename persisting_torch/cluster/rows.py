@@ -14,13 +14,13 @@ from lance.fragment import FragmentMetadata
 
 from persisting_torch.cluster.peer import aligned
 from persisting_torch.cluster.remote import composed_of, held_of, late_of
+from persisting_torch.cluster.replica import Replica
 from persisting_torch.cluster.trouble import Elsewhere
 from persisting_torch.cluster.wire import Message
 from persisting_torch.errors import StaleOwner
 from persisting_torch.queue.books import Books
 from persisting_torch.queue.engine import Engine
 from persisting_torch.queue.files import LOCAL
-from persisting_torch.queue.ledger import Ledger
 from persisting_torch.queue.locks import ThreadLock
 from persisting_torch.queue.ownership import Ownership
 from persisting_torch.queue.parts import many_parts
@@ -49,12 +49,13 @@ class RowService:
         place: Place,
         bucket: int,
         ownership: Ownership,
-        ledger: Ledger,
+        ledger: Replica,
         books: Books,
         *,
         fsync: bool = False,
     ) -> None:
         """Takes the bucket's datasets and its part of the ledger from whoever had them before."""
+        self._ledger = ledger
         own = place.of_bucket(bucket)
         rows, late = _store(own.data, own, fsync), _store(own.late, own, fsync)
         epoch = ownership.owner.epoch
@@ -125,7 +126,8 @@ class RowService:
         with self.committer.lock:
             self._refuse_if_leaving()
             self.committer.writer = request.header["writer"]
-            mark = self.committer.append(composed_of(request.header, aligned(table, WIDEST_TYPE)))
+            self.committer.append(composed_of(request.header, aligned(table, WIDEST_TYPE)))
+            mark = self._ledger.mark()
         self.engine.tending.note_flush(table.nbytes)
         return Message({"mark": mark}), None
 
@@ -136,9 +138,10 @@ class RowService:
             self._refuse_if_leaving()
             self.committer.writer = header["writer"]
             done = self.committer.append_written(composed_of(header, pa.table({})), fragments)
+            mark = self._ledger.mark()
         files = [file for part in fragments for file in part.files]
         self.engine.tending.note_flush(sum(file.file_size_bytes or 0 for file in files))
-        return Message({"done": done, "mark": self.committer.ledger.mark()}), None
+        return Message({"done": done, "mark": mark}), None
 
     def _append_late(self, request: Message, table: pa.Table | None) -> Answer:
         assert table is not None

@@ -25,7 +25,6 @@ from persisting_torch.queue.late import LateBatch
 from persisting_torch.queue.leases import finish
 from persisting_torch.queue.ledger import Ledger
 from persisting_torch.queue.locks import Lock
-from persisting_torch.queue.record import Mark
 from persisting_torch.queue.sets import Packed, pack_set, unpack_set
 from persisting_torch.queue.storage import RowStore
 
@@ -46,11 +45,10 @@ class Committer:
     late: RowStore
     writer: str = ""
 
-    def append(self, composed: Composed) -> Mark | None:
+    def append(self, composed: Composed) -> None:
         """Commit new samples; they are durable, and visible to all, when this returns."""
         self._append(composed)
         self.books.follow()
-        return None
 
     def _append(self, composed: Composed) -> None:
         with self.lock:

@@ -191,10 +191,6 @@ class Ledger:
     def catch_up(self) -> None:
         """Know of all that was committed before this call, by whomever: here that is always so."""
 
-    def mark(self) -> Mark | None:
-        """How far the log of a shared ledger has come, for replicas elsewhere; None of others."""
-        return None if self._sharing is None else self._sharing.log.mark()
-
     def expect(self, mark: Mark) -> None:
         """Know of all up to there before anything is read: here that is always so."""
 

@@ -130,11 +130,6 @@ class Log:
                 self._bytes -= self._changes.popleft().size
             self._changed.notify_all()
 
-    def mark(self) -> Mark:
-        """Up to where it has come."""
-        with self._lock:
-            return self.id, self.last
-
     def since(self, log: str, number: int) -> list[Change] | None:
         """The changes after this one; None if they are not kept, or it is of another log."""
         with self._lock:

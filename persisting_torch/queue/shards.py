@@ -144,8 +144,8 @@ class Appender(Protocol):
     """A bucket as those see it who put into it: here, or with its owner in another process."""
 
     def append(self, composed: Composed) -> Mark | None:
-        """Have them stored. How far the ledger's log has come then, for a replica to expect, or
-        None where all that read have to be told now.
+        """Have them stored. How far the log of an owner elsewhere has come then, for the replica
+        here to expect; None where the ledger is here.
         """
 
     def append_late(
@@ -173,7 +173,7 @@ class BucketCommitter(Committer):
     check: Callable[[sqlite3.Connection], None] = lambda tx: None
     strays: bool = True  # whether there may be rows in no place
 
-    def append(self, composed: Composed) -> Mark | None:
+    def append(self, composed: Composed) -> None:
         """Commit those of the samples that have not arrived yet."""
         with self.lock:
             known = self._arrived(composed)
@@ -183,7 +183,6 @@ class BucketCommitter(Committer):
                 composed = part_of(composed, np.flatnonzero(fresh))
             if len(composed.table):
                 self._append(composed)
-        return self.ledger.mark()
 
     def append_written(self, composed: Composed, fragments: list[FragmentMetadata]) -> bool:
         """Commit samples whose rows, but not `table`, are in files already: see RowStore.stage.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from tensordict import TensorDict
 from persisting_torch import BucketUnavailable, Queue
 from persisting_torch.cluster.remote import NEAR_BYTES
 from persisting_torch.errors import FlushFailed
-from tests.cluster.nodes import Cluster, Member
+from persisting_torch.queue.threads import Background
+from tests.cluster.nodes import Cluster, Member, buckets_owned, shut_down
 
 WIDTH = 128
 ROWS = 2 * NEAR_BYTES // (WIDTH * 8)
@@ -182,6 +184,45 @@ def put_what_the_owner_does_not_see(path: str) -> tuple[list[str], list[int]]:
 
 def _refused(table: Any) -> Any:
     raise PermissionError("this process may only read there")
+
+
+def leave_in_a_put() -> None:
+    """Have this node leave when rows were entered, and their put is not answered yet."""
+    from persisting_torch.cluster.replica import Replica
+
+    mark, leaving = Replica.mark, []
+
+    def slow(replica: Replica) -> Any:
+        if not leaving:
+            leaving.append(Background(shut_down))
+            deadline = time.monotonic() + 1.0
+            while not replica.closed and time.monotonic() < deadline:
+                time.sleep(0.01)
+        return mark(replica)
+
+    Replica.mark = slow  # type: ignore[method-assign]
+
+
+def put_three(path: str, rows: int) -> list[int]:
+    with Queue("q", path, num_buckets=1, batch_size=1) as queue:
+        for number in range(3):
+            queue.sync.put(batch(number, rows))
+        return ids_and_values(queue)
+
+
+@pytest.mark.parametrize("rows", [8, ROWS], ids=["sent", "written"])
+def test_a_put_is_answered_or_done_elsewhere_when_its_owner_leaves(
+    tmp_path: Path, rows: int
+) -> None:
+    with Cluster() as nodes:
+        nodes.grow(2)
+        client = nodes.client()
+        first = client.call(put_three, str(tmp_path), rows)
+        (owner,) = [node for node in nodes.nodes if node.call(buckets_owned)]
+        owner.call(leave_in_a_put)
+        found = client.call(put_three, str(tmp_path), rows)
+    assert len(first) == 3 * rows
+    assert sorted(found) == sorted(first + first)
 
 
 def test_rows_are_sent_where_files_do_not_reach_the_owner(client: Member, tmp_path: Path) -> None:

@@ -21,8 +21,7 @@ from persisting_torch import (
 from persisting_torch.cli import main
 from persisting_torch.cluster import moving
 from persisting_torch.cluster.bucket import Bucket
-from persisting_torch.cluster.finder import Member as Named
-from persisting_torch.cluster.finder import Target, rank_nodes
+from persisting_torch.cluster.finder import Target
 from persisting_torch.cluster.keeping import Key
 from persisting_torch.cluster.node import Node
 from persisting_torch.cluster.wire import Message
@@ -33,7 +32,7 @@ from persisting_torch.queue.ownership import Owner, Ownership, read_owner
 from persisting_torch.queue.place import Split, open_place
 from persisting_torch.queue.report import verify
 from tests.cluster import work
-from tests.cluster.nodes import Cluster, Member
+from tests.cluster.nodes import Cluster, Member, by_weight
 from tests.cluster.stories import (
     consumption,
     keys_and_tags,
@@ -64,10 +63,10 @@ def options(endpoint: str) -> Options:
 @pytest.fixture
 def url(endpoint: str) -> str:
     """A storage path at which node-0 and node-1 own buckets of queue "q", node-0 the first."""
-    bucket, nodes = object_store.new_bucket(endpoint), [Named("node-0", ""), Named("node-1", "")]
+    bucket = object_store.new_bucket(endpoint)
     for number in range(1000):
         url = f"{bucket}/{number}"
-        owners = [rank_nodes(nodes, Target("q", url, b))[0].name for b in range(BUCKETS)]
+        owners = [by_weight(url, b, ["node-0", "node-1"])[0] for b in range(BUCKETS)]
         if owners == ["node-0", "node-1", "node-0"]:
             return url
     raise AssertionError("the hash is none")

@@ -423,11 +423,16 @@ def books(path: str) -> dict[str, int]:
 # Halting a node at a given moment
 
 
+def stand_still() -> None:
+    """This process halts until somebody lets it go on."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(0.2)  # it takes a moment until all threads stand still
+
+
 def halt() -> None:
     """This process stands still until somebody lets it go on, and is slow to notice then."""
     Node._drop = staticmethod(lambda kept, held: None)  # type: ignore[method-assign]
-    os.kill(os.getpid(), signal.SIGSTOP)
-    time.sleep(0.2)  # it takes a moment until all threads stand still
+    stand_still()
 
 
 def halt_at(moment: str) -> None:
