@@ -91,6 +91,8 @@ class Queue(Partitions):
     [{'prompt': '2 + 2', 'reward': 1.0}]
     """
 
+    _may_be_distributed = True
+
     def __init__(
         self,
         name: str,
@@ -139,7 +141,7 @@ class Queue(Partitions):
             "enable_metrics": enable_metrics,
             "retention": None if retention is None else parse_retention(retention, name),
         }
-        distributed = is_distributed()
+        distributed = self._may_be_distributed and is_distributed()
         split = Split(num_buckets, bucket_column, distributed)
         self.engine: Engine = (
             open_distributed(name, storage_path, split, storage_options=storage_options, **options)

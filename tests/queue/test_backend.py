@@ -6,6 +6,8 @@ import asyncio
 from pathlib import Path
 
 import pytest
+import torch
+from tensordict import TensorDict
 
 from persisting_torch import QueueClosed
 from persisting_torch.queue import LanceBackend, PersistingBackend
@@ -75,5 +77,64 @@ def test_metrics_can_be_left_out(tmp_path: Path):
             await each.put({"x": 1})
             assert "metrics" not in await each.stats()
             each.close()
+
+    asyncio.run(main())
+
+
+def test_a_backend_is_one_to_pulsings_queue(tmp_path: Path):
+    from pulsing.streaming import StorageBackend
+
+    for bucket, kind in enumerate((LanceBackend, PersistingBackend)):
+        backend = kind(bucket, tmp_path, zerocopy_mode="auto")
+        assert isinstance(backend, StorageBackend)
+        backend.close()
+
+
+def test_a_backend_streams_counts_and_waits(tmp_path: Path):
+    async def main() -> None:
+        backend, other = LanceBackend(0, tmp_path), LanceBackend(0, tmp_path)
+        assert backend.total_count() == 0
+        await backend.put_batch([{"x": x} for x in range(5)])
+        await backend.flush()
+        assert backend.total_count() == other.total_count() == 5
+        parts = [part async for part in other.get_stream(3, 1)]
+        assert [record["x"] for part in parts for record in part] == [1, 2, 3]
+
+        async def read() -> list[int]:
+            stream = other.get_stream(7, 0, wait=True, timeout=30.0)
+            return [record["x"] async for part in stream for record in part]
+
+        reading = asyncio.create_task(read())
+        await asyncio.sleep(0.1)
+        assert not reading.done()
+        await backend.put_batch([{"x": 5}, {"x": 6}])
+        await backend.flush()
+        assert await reading == list(range(7))
+        backend.close()
+        other.close()
+
+    asyncio.run(main())
+
+
+def test_a_backend_has_tensors_claims_and_marks(tmp_path: Path):
+    async def main() -> None:
+        backend = LanceBackend(0, tmp_path)
+        data = TensorDict({"x": torch.arange(6.0), "y": torch.arange(12).reshape(6, 2)}, [6])
+        await backend.put_tensor(data, partition_id="p")
+        meta = await backend.get_meta(["x", "y"], 2, task_name="t", partition_id="p")
+        assert meta.global_indexes == [0, 1]
+        whole = await backend.get_data(meta)
+        assert torch.equal(whole["y"], data["y"][:2])
+        part = await backend.get_data(meta.to_dict(), fields=["x"])
+        assert list(part.keys()) == ["x"]
+        assert torch.equal(part["x"], data["x"][:2])
+        await backend.mark_consumed("t", [2, 3], "p")
+        left = await backend.get_meta(["x"], 6, task_name="t", partition_id="p")
+        assert left.global_indexes == [4, 5]
+        await backend.reset_consumption("t", "p")
+        await backend.clear([0], "p")
+        again = await backend.get_meta(["x"], 6, task_name="t", partition_id="p")
+        assert again.global_indexes == [1, 2, 3, 4, 5]
+        backend.close()
 
     asyncio.run(main())
