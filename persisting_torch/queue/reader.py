@@ -23,6 +23,9 @@ class QueueReader:
     several buckets, at least W of them, the records of the r-th, (r + W)-th, ... bucket, once they
     are flushed. Rank and world size come from the arguments, else from torch.distributed, else from
     torchrun's environment, else 0 of 1. Reading marks nothing.
+
+    `get_meta`, `get_data` and `get_batch` are the queue's own: they claim, from all that is ready,
+    whatever the reader's share is, and no two readers of a task get the same sample.
     """
 
     def __init__(
@@ -33,6 +36,8 @@ class QueueReader:
         buckets = range(self.rank, queue.num_buckets, self.world_size)
         by_bucket = 1 < queue.num_buckets >= self.world_size > 1
         self._buckets = buckets if by_bucket else None
+        self.get_meta, self.get_data = queue.get_meta, queue.get_data
+        self.get_batch = queue.get_batch
         self.reset()
 
     async def get(
