@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from persisting_torch.cluster.addresses import parse
 from persisting_torch.cluster.finder import Member
 
 PREFIX = "persisting_torch/node/"
@@ -57,3 +58,15 @@ async def others(system: Any) -> int:
     """How many members are there besides this one, and what it was before a restart."""
     members = await system.members()
     return sum(m["status"] == "Alive" and m["addr"] != system.addr for m in members)
+
+
+async def far(system: Any) -> list[str]:
+    """Where the other members are that this process does not know by an address of loopback."""
+    found = []
+    for member in await system.members():
+        address = parse(member["addr"], "the address of a member")
+        if member["status"] == "Alive" and not (
+            address.ip.is_loopback or address.ip.is_unspecified
+        ):
+            found.append(member["addr"])
+    return found

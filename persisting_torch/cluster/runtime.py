@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import socket
 import sys
@@ -24,9 +25,16 @@ from persisting_torch.queue.lifecycle import after_closing
 if TYPE_CHECKING:
     from persisting_torch.cluster.node import Node
 
+log = logging.getLogger(__name__)
+
 PASSPHRASE = "PERSISTING_TORCH_PASSPHRASE"
+LOOPBACK = "127.0.0.1"
 START_SECONDS = 30.0
 SETTLE_SECONDS = 0.3  # without which a process that ends after Pulsing's shutdown may crash
+INSTEAD = (
+    "For several machines call persisting_torch.cluster.init(addr, seeds, passphrase) in place of"
+    f" pulsing.init(); or give that one address of this machine, and set {PASSPHRASE}."
+)
 SWITCH_SECONDS = 0.0005  # so that a busy thread does not make those wait that answer
 
 
@@ -78,6 +86,13 @@ class Runtime:
         """Where this process's Pulsing listens."""
         return parse(self.system.addr, "addr")
 
+    @property
+    def host(self) -> str:
+        """What its own server listens at: loopback where Pulsing listens at all addresses, so that
+        nothing is open to other machines that was not.
+        """
+        return LOOPBACK if self.address.ip.is_unspecified else self.address.host
+
     def is_stale(self) -> bool:
         """Whether the user has ended the Pulsing that he had started."""
         import pulsing
@@ -94,16 +109,34 @@ class Runtime:
         open_service = partial(engine.BucketStorage, finder=self.finder, fsync=fsync)
         sys.setswitchinterval(min(SWITCH_SECONDS, sys.getswitchinterval()))
         name = name or f"{socket.gethostname()}:{self.address.port}"
-        self.node = Node(name, self.address.host, self.credentials, open_service)
-        self.node.discover = self.discover
+        self.node = Node(name, self.host, self.credentials, open_service)
+        self.node.discover = self._nodes
         self.finder.serve_here(self.node.server.address, self.node.answer)
         telling = membership.announce(self.system, self.node.member)
         self._name_tag = self._loop.call(telling)
 
     def discover(self) -> list[Member]:
-        """The nodes that own buckets, as Pulsing knows them now."""
+        """The nodes that own buckets, as Pulsing knows them now.
+
+        Raises PersistingError where some are on other machines and cannot reach this process.
+        """
         refuse_after_fork()
+        if self.address.ip.is_unspecified:
+            self._check_here()
+        return self._nodes()
+
+    def _nodes(self) -> list[Member]:
         return self._loop.call(membership.nodes(self.system))
+
+    def _check_here(self) -> None:
+        """Raise PersistingError if others are on other machines, which do not reach this one."""
+        far = self._loop.call(membership.far(self.system))
+        if far:
+            raise PersistingError(
+                f"Pulsing, as pulsing.init() has started it, listens at {self.address}, so that"
+                f" queues are this machine's own; but {', '.join(far)} are members, too."
+                f" {INSTEAD}"
+            )
 
     def others(self) -> int:
         """How many members of the cluster there are besides this process."""
@@ -178,14 +211,23 @@ def current() -> Runtime:
 
 def _around(addr: str) -> Runtime:
     address, secret = parse(addr, "the address of pulsing.init()"), os.environ.get(PASSPHRASE)
-    if address.ip.is_unspecified or (secret is None and not address.ip.is_loopback):
+    anywhere = address.ip.is_unspecified
+    if secret is None and not anywhere and not address.ip.is_loopback:
         raise PersistingError(
             f"Pulsing, as pulsing.init() has started it, listens at {addr}, where queues would be"
-            " open to everybody. Call persisting_torch.cluster.init(addr, seeds, passphrase) in its"
-            f" place; or give pulsing.init() one address of this machine, and set {PASSPHRASE}."
+            f" open to everybody. {INSTEAD}"
         )
     runtime = Runtime(None if secret is None else credentials(secret))
     runtime.adopt()
+    if anywhere:
+        log.warning(
+            "Pulsing, as pulsing.init() has started it, listens at %s: whoever reaches that can run"
+            " code here, if it has no passphrase. Queues are served at %s, to processes of this"
+            " machine. %s",
+            addr,
+            LOOPBACK,
+            INSTEAD,
+        )
     return runtime
 
 

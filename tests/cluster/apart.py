@@ -69,7 +69,8 @@ class Network(Cluster):
             self.__exit__(None, None, None)
             pytest.skip(f"needs the right to make networks: {error}")
 
-    def _join(self, member: Member, **options: Any) -> None:
+    def machine(self, member: Member) -> str:
+        """Make the process a machine of its own; its address."""
         self._count += 1
         ip, port = f"10.77.0.{self._count}", f"port{self._count}"
         member.call(leave_network)
@@ -81,7 +82,10 @@ class Network(Cluster):
         run("ip", "link", "set", "eth", "up", inside=member)
         run("ip", "link", "set", "lo", "up", inside=member)
         member.port = port
-        options["addr"] = f"{ip}:7000"
+        return ip
+
+    def _join(self, member: Member, **options: Any) -> None:
+        options["addr"] = f"{self.machine(member)}:7000"
         super()._join(member, **options)
 
     def cut(self, member: Member) -> None:
