@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 
 OPENING_SECONDS = 1.0  # for which whoever asks for an owner waits; then it asks again
 END_SECONDS = 5.0
+CLOSED_AT_ONCE = 16
 KNOWS_SECONDS = 0.5
 SETTLE_SECONDS = 2.0
 
@@ -286,13 +287,20 @@ class Node:
         self._closing = True
         self._mover.end(END_SECONDS)
         troubles: list[BaseException] = []
-        # The ledger last: the other buckets of a queue may still have something to enter there.
-        for key in sorted(self._kept, key=lambda key: -key.bucket):
-            for end in (self._settle, self._leave):
+
+        def end(key: Key) -> None:
+            for step in (self._settle, self._leave):
                 try:
-                    end(self._kept[key])
+                    step(self._kept[key])
                 except Exception as error:
                     troubles.append(error)
+
+        # The ledgers last: the other buckets of a queue may still have something to enter there.
+        # Several at a time, so that storage that hangs does so for all of them at once.
+        for ledgers in (False, True):
+            keys = [key for key in self._kept if (key.bucket == 0) is ledgers]
+            for first in range(0, len(keys), CLOSED_AT_ONCE):
+                at_once([partial(end, key) for key in keys[first : first + CLOSED_AT_ONCE]])
         self._end.release()
         self._keeper.join(END_SECONDS)
         for kept in self._kept.values():

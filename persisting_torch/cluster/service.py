@@ -14,13 +14,13 @@ from persisting_torch.cluster.wire import Message
 from persisting_torch.errors import PersistingError, StaleOwner, WaitTimeout
 from persisting_torch.queue.files import LOCAL
 from persisting_torch.queue.kept import Kept, KeptLedger
-from persisting_torch.queue.lease import take_over
 from persisting_torch.queue.ledger import Ledger, Sharing
 from persisting_torch.queue.ownership import Ownership
 from persisting_torch.queue.place import Place
 from persisting_torch.queue.record import Log, Recorder, replay
 from persisting_torch.queue.snapshots import content_of
 from persisting_torch.queue.statements import decode, encode_changes
+from persisting_torch.queue.takeover import open_taken_over, take_over
 from persisting_torch.queue.turns import Turns
 
 LONGEST_WAIT_SECONDS = 2.0  # at a time; whoever has to wait longer asks again
@@ -67,11 +67,10 @@ class LedgerService:
 
         Raises BucketUnavailable while processes have the queue open as a local one.
         """
-        epoch = ownership.owner.epoch
         if place.files is LOCAL:
-            ledger = Ledger(place, fsync=fsync, recorded=True)
-        else:
-            ledger = KeptLedger(Kept(place, epoch))
+            return LedgerService(open_taken_over(place, ownership, fsync=fsync), ownership)
+        epoch = ownership.owner.epoch
+        ledger = KeptLedger(Kept(place, epoch))
         try:
             take_over(ledger, epoch)
         except BaseException:

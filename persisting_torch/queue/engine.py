@@ -50,6 +50,7 @@ from persisting_torch.queue.runs import Int64s
 from persisting_torch.queue.storage import RowStore
 from persisting_torch.queue.stored import ZeroCopyMode
 from persisting_torch.queue.stream import Stream
+from persisting_torch.queue.takeover import check_in_place
 from persisting_torch.queue.tending import Tending
 from persisting_torch.queue.waiting import hub_of
 from persisting_torch.queue.writes import Writes
@@ -141,6 +142,7 @@ class Engine(GlobalBatches):
         end = take_lease(self.ledger, id(self))
         try:
             refuse_living_owner(self.place)
+            check_in_place(self.ledger)
         except BaseException:
             end_lease(self.ledger, id(self))
             raise

@@ -8,7 +8,7 @@ import sqlite3
 import time
 
 from persisting_torch.errors import BucketUnavailable, StaleOwner
-from persisting_torch.queue.host import boot, born, host
+from persisting_torch.queue.host import boot, host
 from persisting_torch.queue.ledger import Ledger
 
 LEASE_SECONDS = 30.0
@@ -80,7 +80,7 @@ def _refuse_other_hosts(tx: sqlite3.Connection, ledger: Ledger, now: float) -> N
 
 def _refuse_other_epochs(tx: sqlite3.Connection, ledger: Ledger) -> None:
     """Raise BucketUnavailable if a cluster has owned the queue since this process opened it."""
-    epoch = _epoch(tx)
+    epoch = epoch_of(tx)
     if ledger.epoch is None:
         ledger.epoch = epoch
     if ledger.epoch != epoch:
@@ -90,35 +90,6 @@ def _refuse_other_epochs(tx: sqlite3.Connection, ledger: Ledger) -> None:
         )
 
 
-def _epoch(tx: sqlite3.Connection) -> int:
+def epoch_of(tx: sqlite3.Connection) -> int:
     found = tx.execute("SELECT value FROM meta WHERE key = 'epoch'").fetchone()
     return int(found[0]) if found else 0
-
-
-def take_over(ledger: Ledger, epoch: int) -> None:
-    """Begin an epoch of ownership: from here on no earlier owner can write the ledger.
-
-    Raises BucketUnavailable while processes have the queue open as a local one, StaleOwner if there
-    is a later owner.
-    """
-    with ledger.transaction() as tx:
-        _refuse_local_processes(tx, ledger)
-        tx.execute("DELETE FROM leases")
-        # Of a flush that a local process was killed in: its rows, if they have landed, are removed
-        # like all that no ledger knows, and a note of them would bring them back.
-        tx.execute("DELETE FROM pending")
-        if _epoch(tx) >= epoch:
-            raise StaleOwner(f"{ledger.place.bucket} has the owner of epoch {_epoch(tx)} by now.")
-        tx.execute("INSERT OR REPLACE INTO meta VALUES ('epoch', ?)", (epoch,))
-    ledger.epoch = epoch
-
-
-def _refuse_local_processes(tx: sqlite3.Connection, ledger: Ledger) -> None:
-    for where, boot_id, pid, name in tx.execute(
-        "SELECT host, boot, pid, name FROM leases WHERE expires >= ?", (time.time(),)
-    ):
-        if where != host() or (boot_id == boot() and born(pid)):
-            raise BucketUnavailable(
-                f"queue {ledger.place.queue!r} at {ledger.place.root} is open as a local queue in"
-                f" process {pid} on {name}, so a cluster cannot own it. Close it there."
-            )

@@ -55,12 +55,19 @@ class Ledger:
     """
 
     def __init__(
-        self, place: Place, *, fsync: bool = False, recorded: bool = False, path: str | None = None
+        self,
+        place: Place,
+        *,
+        fsync: bool = False,
+        recorded: bool = False,
+        path: str | None = None,
+        patience: float = BUSY_SECONDS,
     ) -> None:
-        """`path`: the SQLite file, where it is not the place's."""
+        """`path`: the SQLite file, where it is not the place's. `patience`: with others' locks."""
         self.place = place
         self.path = path or place.ledger
         self.fsync = fsync
+        self._patience = patience
         self._kind = Recorder if recorded else sqlite3.Connection
         self.closed = False
         self.lost: StaleOwner | None = None
@@ -68,6 +75,8 @@ class Ledger:
         self.lock = threading.RLock()
         self._watch_lock = threading.Lock()
         self._copy: tempfile.TemporaryDirectory[str] | None = None
+        self.file = os.stat(self.path).st_ino if os.path.exists(self.path) else None
+        """Which file it was when it was opened; None for a new one."""
         self.connection = self._connect()
         self._watcher = self._connect()
         self._open_transaction = False
@@ -99,7 +108,7 @@ class Ledger:
     def _connect_to_write(self) -> sqlite3.Connection:
         connection = sqlite3.connect(
             self.path,
-            timeout=BUSY_SECONDS,
+            timeout=self._patience,
             isolation_level=None,
             check_same_thread=False,
             cached_statements=256,
@@ -174,6 +183,12 @@ class Ledger:
         if self._check_format(connection) < LEDGER_FORMAT:
             connection.executescript(AS_FORMAT_2)
         return connection
+
+    def be_patient(self) -> None:
+        """From now on wait for others' locks as long as anybody."""
+        self._patience = BUSY_SECONDS
+        for connection in (self.connection, self._watcher):
+            connection.execute(f"PRAGMA busy_timeout = {BUSY_SECONDS * 1000:.0f}")
 
     def check_open(self) -> None:
         """Raise QueueClosed if the queue was closed, StaleOwner if another host has taken it."""
@@ -276,7 +291,7 @@ class Ledger:
         where = f"the ledger of queue {self.place.queue!r} ({self.place.ledger})"
         if "locked" in str(error):
             return WaitTimeout(
-                f"waited {BUSY_SECONDS:g} s to write {where}: another process keeps it locked."
+                f"waited {self._patience:g} s to write {where}: another process keeps it locked."
                 " See which one with `fuser`."
             )
         done = "written" if self.place.writable else "read"

@@ -72,6 +72,10 @@ class Place:
     def upkeep_lock(self) -> str:
         return os.path.join(self.bucket, "upkeep.lock")
 
+    @property
+    def takeover_lock(self) -> str:
+        return os.path.join(self.bucket, "takeover.lock")
+
 
 @dataclass(frozen=True)
 class Split:

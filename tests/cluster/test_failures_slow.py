@@ -43,6 +43,7 @@ def path(tmp_path: Path) -> str:
     [
         pytest.param("after rows were committed", 1, marks=pytest.mark.soak),
         ("before a commit of a claim is answered", 0),
+        ("in a commit", 0),
         pytest.param("before rows are committed", 0, marks=pytest.mark.soak),
         pytest.param("before rows are entered", 1, marks=pytest.mark.soak),
         pytest.param("before a put is answered", 1, marks=pytest.mark.soak),
@@ -74,19 +75,6 @@ def test_an_answer_that_has_become_old_is_not_given(nodes: Cluster, path: str) -
     halted.go_on()
     assert asking.result() == {"snapshot": "StaleOwner"}
     workers.end()
-
-
-@pytest.mark.soak
-def test_an_owner_that_stands_still_amid_a_commit_is_waited_for(nodes: Cluster, path: str) -> None:
-    """It has the ledger locked, so that nobody can take its place; it loses nothing either."""
-    nodes.grow(2)
-    workers = Work(nodes, path, few=True)
-    halted = owner(nodes, path, 0)
-    halted.begin(work.halt_at, "in a commit")
-    work.await_so(lambda: work.is_halted(halted), TAKEOVER, "the halt")
-    time.sleep(9)
-    halted.go_on()
-    assert max(told.longest for told in workers.end()) < 9 + TAKEOVER
 
 
 @pytest.mark.soak

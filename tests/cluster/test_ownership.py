@@ -23,6 +23,7 @@ from persisting_torch.queue.ownership import (
     refuse_living_owner,
 )
 from persisting_torch.queue.place import Place, open_place
+from persisting_torch.queue.takeover import take_over
 
 
 @pytest.fixture
@@ -231,14 +232,14 @@ def test_a_cluster_cannot_own_a_queue_that_a_living_process_has_open(place: Plac
         assert local.stdout.readline() == b"ready\n"
         ledger = Ledger(place)
         with pytest.raises(BucketUnavailable, match=f"local queue in process {local.pid} "):
-            leases.take_over(ledger, 1)
+            take_over(ledger, 1)
     finally:
         local.kill()
         local.wait()
-    leases.take_over(ledger, 1)
+    take_over(ledger, 1)
     with pytest.raises(StaleOwner, match="epoch 1"):
-        leases.take_over(ledger, 1)
-    leases.take_over(ledger, 2)
+        take_over(ledger, 1)
+    take_over(ledger, 2)
     ledger.close()
 
 
@@ -248,7 +249,7 @@ def test_a_local_process_that_slept_through_a_takeover_writes_nothing_more(place
     with local.transaction() as tx:
         tx.execute("UPDATE leases SET expires = 0")
     owner = Ledger(place)
-    leases.take_over(owner, 1)
+    take_over(owner, 1)
     assert leases.renew_lease(local, 1) == 0.0
     with pytest.raises(StaleOwner, match="taken over by others"), local.transaction():
         pytest.fail("it was taken over")
