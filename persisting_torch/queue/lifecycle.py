@@ -17,7 +17,7 @@ from typing import Protocol
 
 from persisting_torch.errors import PersistingError
 from persisting_torch.queue import waiting
-from persisting_torch.queue.threads import Background, threads
+from persisting_torch.queue.threads import Background, keep_spare_threads, threads
 
 LONGEST_TICK_SECONDS = 1.0
 SIGTERM_EXIT_CODE = 128 + signal.SIGTERM
@@ -76,6 +76,7 @@ def after_closing(call: Callable[[], None]) -> None:
 
 def _end_with_process() -> None:
     global _ends
+    keep_spare_threads()
     if not _ends and multiprocessing.parent_process() is not None:
         # Children of multiprocessing end without an end of the interpreter.
         multiprocessing.util.Finalize(None, _close_all, exitpriority=0)

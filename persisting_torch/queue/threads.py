@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import asyncio
 import os
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
@@ -17,6 +18,8 @@ Answer = TypeVar("Answer")
 
 MOST = 16
 END_SECONDS = 60.0
+STARTS_NONE_AT_END = (3, 12, 0) <= sys.version_info[:3] < (3, 12, 3)
+SPARE = 24
 
 
 class Background:
@@ -30,9 +33,15 @@ class Background:
         self._call = call
         self._ended = threading.Lock()
         self._ended.acquire()
-        self.ident: int = _thread.start_new_thread(self._run, ())
+        self.ident = 0
+        try:
+            _thread.start_new_thread(self._run, ())
+        except RuntimeError:
+            if not _lend_spare(self._run):
+                raise
 
     def _run(self) -> None:
+        self.ident = threading.get_ident()
         try:
             self._call()
         finally:
@@ -57,13 +66,59 @@ def at_once(calls: Sequence[Callable[[], object]]) -> None:
         except BaseException as error:
             errors.append(error)
 
-    others = [Background(partial(run, call)) for call in calls[1:]]
+    others = []
+    for call in calls[1:]:
+        try:
+            others.append(Background(partial(run, call)))
+        except RuntimeError:  # there are no threads to be had any more
+            run(call)
     for call in calls[:1]:
         run(call)
     for other in others:
         other.join(threading.TIMEOUT_MAX)
     if errors:
         raise errors[0]
+
+
+# CPython 3.12.0 to 3.12.2 start no threads once the interpreter has begun to end, though what is to
+# be done then, such as to flush, may need some. There they are started before.
+
+_spare_calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
+_spare_idle: SimpleQueue[None] = SimpleQueue()
+_has_spare = False
+
+
+def keep_spare_threads() -> None:
+    """To be called while threads can be started: there are some for the end of the process, too."""
+    global _has_spare
+    if STARTS_NONE_AT_END and not _has_spare:
+        _has_spare = True
+        for _ in range(SPARE):
+            _thread.start_new_thread(_be_spare, ())
+
+
+def _be_spare() -> None:
+    while True:
+        _spare_idle.put(None)
+        _spare_calls.get()()
+
+
+def _lend_spare(call: Callable[[], None]) -> bool:
+    try:
+        _spare_idle.get_nowait()
+    except Empty:
+        return False
+    _spare_calls.put(call)
+    return True
+
+
+def _after_fork_in_child() -> None:
+    global _has_spare, _spare_calls, _spare_idle
+    _has_spare = False
+    _spare_calls, _spare_idle = SimpleQueue(), SimpleQueue()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 class Threads(Executor):

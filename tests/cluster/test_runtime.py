@@ -15,7 +15,7 @@ from contextlib import ExitStack
 import pyarrow.flight as flight
 import pytest
 
-from persisting_torch import cluster
+from persisting_torch import Queue, cluster
 from persisting_torch.cluster import peer
 from persisting_torch.cluster.addresses import Address, own_address, parse
 from persisting_torch.cluster.secret import credentials
@@ -28,7 +28,7 @@ SECRET = "a secret of tests"
 # Nodes that open no queue, and so come up without loading what queues need.
 STUB = """
 import asyncio, sys, time, types
-from persisting_torch import cluster
+from persisting_torch import Queue, cluster
 from persisting_torch.cluster import runtime
 from persisting_torch.cluster.wire import Message
 from persisting_torch.errors import PersistingError
@@ -487,3 +487,34 @@ def test_a_peer_that_does_not_read_what_it_asked_for_holds_up_no_end():
         process.tell(["exit", 3])
         assert process.status(8) == 3
         reader.cancel()
+
+
+LATE = """
+import _thread, asyncio, atexit, sys
+from persisting_torch.queue import threads
+
+threads.STARTS_NONE_AT_END = True
+
+from persisting_torch import Queue, cluster
+
+def none(*arguments):
+    raise RuntimeError("can't create new thread at interpreter shutdown")
+
+asyncio.run(cluster.init())
+queue = Queue("q", sys.argv[1], num_buckets=4)
+queue.sync.put([{"id": str(number)} for number in range(40)])
+atexit.register(setattr, _thread, "start_new_thread", none)  # called before all others
+"""
+
+
+def test_what_waits_is_flushed_by_an_interpreter_that_starts_no_threads_at_its_end(tmp_path):
+    ended = subprocess.run(
+        [sys.executable, "-c", LATE, str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    with Queue("q", tmp_path) as queue:
+        assert sorted(int(record["id"]) for record in queue.sync.get()) == list(range(40))
