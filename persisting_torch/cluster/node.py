@@ -104,6 +104,9 @@ class Node:
                 answer = (Message({}), None) if alive else service.answer(request, table)
             except QueueClosed as error:
                 raise StaleOwner(f"{self.name} has let go of {key}.") from error
+            except Exception:
+                held.ownership.check()  # that something is not there, or full, is an answer, too
+                raise
             held.ownership.check()
             return answer
 
