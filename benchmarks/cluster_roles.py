@@ -3,7 +3,8 @@
 Each prints where it listens once it does.
 
 node     owns buckets
-holder   a member that owns none, with an actor that sends and takes bytes: Pulsing's own transport
+pulsing  an actor that keeps what it is given and sends it, as whoever uses Pulsing alone has it
+hastened the same where Pulsing's sockets send at once, which we see to
 flight   a plain Arrow Flight server that keeps in memory what it is given, and sends it
 lance    one that appends what it is given to a Lance dataset; the folder stands for the seed
 """
@@ -20,7 +21,7 @@ import pyarrow.flight as flight
 
 from persisting_torch import cluster
 
-HOLDER = "benchmark/holder"
+HOLDERS = {"pulsing": "benchmark/pulsing", "hastened": "benchmark/hastened"}
 ANYWHERE = "127.0.0.1:0"
 
 
@@ -33,12 +34,16 @@ async def node(seeds: list[str]) -> None:
     await _forever()
 
 
-async def holder(seeds: list[str]) -> None:
-    await cluster.init(ANYWHERE, seeds=seeds, owns_buckets=False)
-    from pulsing import Actor, get_system
+async def holder(role: str, seeds: list[str]) -> None:
+    import pulsing
 
-    class Holder(Actor):  # type: ignore[misc]
-        kept: bytes = b""
+    if role == "pulsing":
+        await pulsing.init(ANYWHERE, seeds=seeds)
+    else:
+        await cluster.init(ANYWHERE, seeds=seeds, owns_buckets=False)
+
+    class Holder(pulsing.Actor):  # type: ignore[misc,name-defined]
+        kept: Any = None
 
         async def receive(self, message: Any) -> Any:
             if message[0] == "put":
@@ -46,14 +51,14 @@ async def holder(seeds: list[str]) -> None:
                 return ("ok", len(self.kept))
             return ("ok", self.kept)
 
-    await get_system().spawn(Holder(), name=HOLDER, public=True)
+    await pulsing.get_system().spawn(Holder(), name=HOLDERS[role], public=True)
     await _forever()
 
 
 async def _forever() -> None:
-    from persisting_torch.cluster.runtime import current
+    from pulsing import get_system
 
-    print(current().address, flush=True)
+    print(get_system().addr, flush=True)
     while True:
         await asyncio.sleep(3600)
 
@@ -93,7 +98,7 @@ def main(role: str, *seeds: str) -> None:
         print(f"127.0.0.1:{server.port}", flush=True)
         server.serve()
     else:
-        asyncio.run({"node": node, "holder": holder}[role](list(seeds)))
+        asyncio.run(node(list(seeds)) if role == "node" else holder(role, list(seeds)))
 
 
 if __name__ == "__main__":
