@@ -78,7 +78,11 @@ class Ledger:
         self.file = os.stat(self.path).st_ino if os.path.exists(self.path) else None
         """Which file it was when it was opened; None for a new one."""
         self.connection = self._connect()
-        self._watcher = self._connect()
+        try:
+            self._watcher = self._connect()
+        except BaseException:
+            self.connection.close()
+            raise
         self._open_transaction = False
         self._sharing: Sharing | None = None
 
@@ -114,12 +118,16 @@ class Ledger:
             cached_statements=256,
             factory=self._kind,
         )
-        journal = "TRUNCATE" if self.place.network else "WAL"
-        connection.execute(f"PRAGMA journal_mode = {journal}")
-        connection.execute(f"PRAGMA journal_size_limit = {LARGEST_JOURNAL}")
-        full = self.fsync or self.place.network
-        connection.execute(f"PRAGMA synchronous = {'FULL' if full else 'NORMAL'}")
-        self._make_tables(connection)
+        try:
+            journal = "TRUNCATE" if self.place.network else "WAL"
+            connection.execute(f"PRAGMA journal_mode = {journal}")
+            connection.execute(f"PRAGMA journal_size_limit = {LARGEST_JOURNAL}")
+            full = self.fsync or self.place.network
+            connection.execute(f"PRAGMA synchronous = {'FULL' if full else 'NORMAL'}")
+            self._make_tables(connection)
+        except BaseException:
+            connection.close()
+            raise
         return connection
 
     def _make_tables(self, connection: sqlite3.Connection) -> None:

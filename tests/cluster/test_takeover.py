@@ -18,9 +18,6 @@ from typing import Any
 
 import pytest
 
-from persisting_torch.cluster.node import Node
-from persisting_torch.cluster.plane import Peer
-from persisting_torch.cluster.wire import Message
 from persisting_torch.errors import (
     BucketUnavailable,
     PersistingError,
@@ -100,7 +97,8 @@ def count(ledger: Ledger) -> int:
 
 def begin(at: At, after: int = 0) -> None:
     hasten()
-    HELD["own"] = own(place_at(at), after)
+    ledger, _ = HELD["own"] = own(place_at(at), after)
+    ledger.connection.execute("PRAGMA wal_autocheckpoint = 20")  # pages: often
 
 
 def step(halt: bool = False) -> None:
@@ -334,37 +332,3 @@ def test_a_queue_that_was_a_clusters_opens_as_a_local_one(place: Place):
     check_in_place(local)
     end_lease(local, 1)
     local.close()
-
-
-class Replaced:
-    """A service whose node has another after it before it fails."""
-
-    def __init__(self, key: Any, ownership: Ownership) -> None:
-        self.ownership = ownership
-
-    def answer(self, request: Message, table: Any) -> Any:
-        owner = self.ownership.owner
-        assert Ownership.take(self.ownership.bucket, owner.epoch, "b", "b", "b:1") is not None
-        time.sleep(2 * owners.TRUSTED_SECONDS)
-        raise KeyError("there is no such sample")
-
-    def settle(self, limit: float, *, anyway: bool) -> bool:
-        return True
-
-    def close(self) -> None: ...
-
-    def abandon(self) -> None: ...
-
-
-def test_an_owner_that_was_replaced_does_not_even_say_that_something_is_missing(tmp_path: Path):
-    node = Node("a", "127.0.0.1", None, Replaced)
-    peer = Peer(node.server.address, None)
-    key = {"queue": "q", "storage_path": str(tmp_path), "bucket": 0}
-    try:
-        found = peer.ask(Message({"op": "where", **key, "split": [1, None]}), 5.0)
-        assert found.header["node"] == "a"
-        with pytest.raises(StaleOwner, match="taken over from this process"):
-            peer.ask(Message({"op": "figures", **key}), 5.0)
-    finally:
-        peer.close()
-        node.close()
