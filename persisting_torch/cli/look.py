@@ -254,19 +254,28 @@ def _column(table: pa.Table, field: pa.Field) -> pa.ChunkedArray | pa.Array:
     return pa.nulls(len(table), field.type) if at < 0 else table.column(at)
 
 
+def _varying(type_: pa.DataType) -> pa.DataType:
+    """A type with lists of any length, since pyarrow before 26 reads no others with nulls."""
+    import pyarrow as pa
+
+    if pa.types.is_fixed_size_list(type_) or pa.types.is_list(type_):
+        return pa.list_(_varying(type_.value_type))
+    return type_
+
+
 def _write(tables: Iterator[pa.Table], path: Path, ending: str) -> int:
     import pyarrow as pa
     import pyarrow.parquet as parquet
 
     schema = next(tables).schema
-    writer = (
-        parquet.ParquetWriter(path, schema)
-        if ending == ".parquet"
-        else pa.ipc.new_file(str(path), schema)
-    )
+    if ending == ".parquet":
+        schema = pa.schema([field.with_type(_varying(field.type)) for field in schema])
+        writer = parquet.ParquetWriter(path, schema)
+    else:
+        writer = pa.ipc.new_file(str(path), schema)
     count = 0
     with writer:
         for table in tables:
-            writer.write_table(table)
+            writer.write_table(table.cast(schema))
             count += len(table)
     return count
