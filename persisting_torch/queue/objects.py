@@ -8,12 +8,13 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from persisting_torch.errors import PersistingError
 
 if TYPE_CHECKING:
-    from obstore import ReadableFile, WritableFile
+    from obstore import WritableFile
     from obstore.store import ObjectStore
 
 SCHEMES = ("s3",)
@@ -105,9 +106,12 @@ class ObjectFiles:
     def reading(self, path: str) -> BinaryIO:
         import obstore
 
+        # Not obstore's own reader, which looks under the folder twice until 0.12.
+        key = self._key(path)
         with self._errors():
-            found = obstore.open_reader(self._store, self._key(path), buffer_size=BUFFER_BYTES)
-        return io.BufferedReader(_Reading(found, self._errors), BUFFER_BYTES)
+            size = int(obstore.head(self._store, key)["size"])
+        read = partial(obstore.get_range, self._store, key)
+        return io.BufferedReader(_Reading(read, size, self._errors), BUFFER_BYTES)
 
     @contextmanager
     def writing(self, path: str) -> Iterator[BinaryIO]:
@@ -160,11 +164,18 @@ class ObjectFiles:
 
 
 class _Reading(io.RawIOBase):
-    """An object as a file that is read."""
+    """An object as a file that is read, a request for each part."""
 
-    def __init__(self, found: ReadableFile, errors: Callable[[], AbstractContextManager[None]]):
-        self._found = found
+    def __init__(
+        self,
+        read: Callable[..., Any],
+        size: int,
+        errors: Callable[[], AbstractContextManager[None]],
+    ):
+        self._read = read
+        self._size = size
         self._errors = errors
+        self._at = 0
 
     def readable(self) -> bool:
         return True
@@ -173,13 +184,19 @@ class _Reading(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        return int(self._found.seek(offset, whence))
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
+        if start + offset < 0:
+            raise ValueError(f"there is nothing {-start - offset} bytes before the beginning")
+        self._at = start + offset
+        return self._at
 
     def readinto(self, buffer: Any, /) -> int:
-        with self._errors():
-            read = memoryview(self._found.read(len(buffer)))
-        buffer[: len(read)] = read
-        return len(read)
+        length = min(len(buffer), max(0, self._size - self._at))
+        if length:
+            with self._errors():
+                buffer[:length] = memoryview(self._read(start=self._at, length=length))
+            self._at += length
+        return length
 
 
 class _Writing(io.RawIOBase):

@@ -73,6 +73,11 @@ NURSERY = Nursery(
 SOCKET = "socket"
 
 
+def note(error: BaseException, text: str) -> None:
+    """`error.add_note`, which Python has from 3.11 on."""
+    error.__notes__ = [*getattr(error, "__notes__", ()), text]
+
+
 def serve() -> None:
     """The life of a Member: do what comes, until the test hangs up."""
     test = Client(SOCKET, "AF_UNIX")
@@ -87,7 +92,7 @@ def serve() -> None:
             function, arguments, options = pickle.loads(task)
             answer = (True, function(*arguments, **options))
         except BaseException as error:
-            error.add_note("".join(traceback.format_exception(error)))
+            note(error, "".join(traceback.format_exception(error)))
             answer = (False, error)
         try:
             sent = pickle.dumps(answer)
@@ -253,7 +258,7 @@ class Cluster:
             member.await_end()
             member.connection.close()
             if error is not None and member.err:
-                error.add_note(f"{member.name or 'a client'} wrote:\n{member.err[-4000:]}")
+                note(error, f"{member.name or 'a client'} wrote:\n{member.err[-4000:]}")
 
 
 # Which node is to have which bucket follows from their names and the storage path alone.
