@@ -18,6 +18,7 @@ from persisting_torch import KVInterface, PersistingError, Queue, SequentialSamp
 from persisting_torch.queue import LanceBackend, PersistingBackend
 from tests.cluster.apart import Network
 from tests.cluster.nodes import HELD, Cluster, Member, buckets_owned
+from tests.cluster.work import await_so
 
 
 @pytest.fixture
@@ -39,6 +40,16 @@ def start(*seeds: str) -> str:
     async def main() -> str:
         await pulsing.init(seeds=list(seeds)) if seeds else await pulsing.init()
         return str(pulsing.get_system().addr)
+
+    return asyncio.run(main())
+
+
+def members() -> int:
+    """How many Pulsing knows, this process included."""
+    import pulsing
+
+    async def main() -> int:
+        return len(await pulsing.get_system().members())
 
     return asyncio.run(main())
 
@@ -248,6 +259,8 @@ def test_what_other_machines_would_not_reach_is_refused_at_once(tmp_path: Path):
         network.machine(other)
         port = one.call(start).rpartition(":")[2]
         other.call(start, f"{at}:{port}")
+        for member in (one, other):
+            await_so(lambda member=member: member.call(members) == 2, 20, "to meet")
         began = time.monotonic()
         with pytest.raises(PersistingError, match=f"{at}:{port} are members, too"):
             other.call(hold, str(tmp_path))
