@@ -20,7 +20,7 @@ from persisting_torch.queue.place import Place
 from persisting_torch.queue.record import Log, Recorder, replay
 from persisting_torch.queue.snapshots import content_of
 from persisting_torch.queue.statements import decode, encode_changes
-from persisting_torch.queue.takeover import open_taken_over, take_over
+from persisting_torch.queue.takeover import open_taken_over, taken_over
 from persisting_torch.queue.turns import Turns
 
 LONGEST_WAIT_SECONDS = 2.0  # at a time; whoever has to wait longer asks again
@@ -70,13 +70,7 @@ class LedgerService:
         if place.files is LOCAL:
             return LedgerService(open_taken_over(place, ownership, fsync=fsync), ownership)
         epoch = ownership.owner.epoch
-        ledger = KeptLedger(Kept(place, epoch))
-        try:
-            take_over(ledger, epoch)
-        except BaseException:
-            ledger.close()
-            raise
-        return LedgerService(ledger, ownership)
+        return LedgerService(taken_over(KeptLedger(Kept(place, epoch)), epoch), ownership)
 
     def answer(self, request: Message, table: pa.Table | None) -> Answer:
         """The answer to a request. Raises PersistingError if it is for something else."""

@@ -121,6 +121,15 @@ def _draft(path: str, content: bytes) -> str:
     return draft
 
 
+def sync(path: str) -> None:
+    """Bring a file, or what is named in a folder, of this machine to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def _size_of_file(path: str) -> int:
     try:
         return os.stat(path).st_size

@@ -22,7 +22,7 @@ import pyarrow as pa
 from lance import LanceOperation
 from lance.fragment import FragmentMetadata, LanceFragment, write_fragments
 
-from persisting_torch.queue.files import LOCAL, Files
+from persisting_torch.queue.files import LOCAL, Files, sync
 from persisting_torch.queue.fragments import FragmentTable
 from persisting_torch.queue.pieces import in_pieces
 from persisting_torch.queue.reading import Reader
@@ -353,11 +353,7 @@ class RowStore:
     def _sync(self, *names: str) -> None:
         """Bring files and directories of the dataset to the disk."""
         for name in names:
-            descriptor = os.open(os.path.join(self.path, name), os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            sync(os.path.join(self.path, name))
 
 
 def data_files(fragments: Sequence[FragmentMetadata]) -> list[str]:

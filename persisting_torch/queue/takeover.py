@@ -15,6 +15,7 @@ import time
 from contextlib import closing
 
 from persisting_torch.errors import BucketUnavailable, PersistingError, StaleOwner, WaitTimeout
+from persisting_torch.queue.files import LOCAL, sync
 from persisting_torch.queue.host import boot, born, host
 from persisting_torch.queue.lease import epoch_of
 from persisting_torch.queue.ledger import BUSY_SECONDS, Ledger
@@ -25,7 +26,6 @@ from persisting_torch.queue.place import Place
 LOCKED_SECONDS = 2.0  # a transaction takes milliseconds, and its owner was silent for long already
 OTHERS_SECONDS = 10.0
 JOURNALS = ("-wal", "-journal")
-BESIDE = (*JOURNALS, "-shm")
 
 
 def open_taken_over(place: Place, ownership: Ownership, *, fsync: bool = False) -> Ledger:
@@ -36,7 +36,7 @@ def open_taken_over(place: Place, ownership: Ownership, *, fsync: bool = False) 
     """
     with FileLock(place.takeover_lock, limit=OTHERS_SECONDS):
         ownership.beat()  # raises for one that was replaced while it waited
-        _remove(_copy_of(place))
+        LOCAL.remove(_with_journals(_copy_of(place)))
         try:
             return _open(place, ownership.owner.epoch, fsync, LOCKED_SECONDS)
         except WaitTimeout:
@@ -46,13 +46,19 @@ def open_taken_over(place: Place, ownership: Ownership, *, fsync: bool = False) 
 
 
 def _open(place: Place, epoch: int, fsync: bool, patience: float) -> Ledger:
-    ledger = Ledger(place, fsync=fsync, recorded=True, patience=patience)
+    opened = Ledger(place, fsync=fsync, recorded=True, patience=patience)
+    ledger = taken_over(opened, epoch)
+    ledger.be_patient()
+    return ledger
+
+
+def taken_over(ledger: Ledger, epoch: int) -> Ledger:
+    """The ledger, once it is taken over; it is closed where that fails, as `take_over` says."""
     try:
         take_over(ledger, epoch)
     except BaseException:
         ledger.close()
         raise
-    ledger.be_patient()
     return ledger
 
 
@@ -68,8 +74,8 @@ def take_over(ledger: Ledger, epoch: int) -> None:
         # Of a flush that a local process was killed in: its rows, if they have landed, are removed
         # like all that no ledger knows, and a note of them would bring them back.
         tx.execute("DELETE FROM pending")
-        if epoch_of(tx) >= epoch:
-            now = epoch_of(tx)
+        now = epoch_of(tx)
+        if now >= epoch:
             raise StaleOwner(f"{ledger.place.bucket} has the owner of epoch {now} by now.")
         tx.execute("INSERT OR REPLACE INTO meta VALUES ('epoch', ?)", (epoch,))
     ledger.epoch = epoch
@@ -121,12 +127,11 @@ def _replace(place: Place, ownership: Ownership) -> bool:
         ownership.beat()
         # In this order: with a new file, the old journals change nothing that is not in it.
         os.replace(copy, place.ledger)
-        for ending in BESIDE:
-            _unlink(place.ledger + ending)
-        _sync(place.bucket)
+        LOCAL.remove(_with_journals(place.ledger)[1:])
+        sync(place.bucket)
         return True
     finally:
-        _remove(copy)
+        LOCAL.remove(_with_journals(copy))
 
 
 def _is_an_earlier_owners(place: Place, copy: str) -> bool:
@@ -146,12 +151,17 @@ def _is_an_earlier_owners(place: Place, copy: str) -> bool:
             f"queue {place.queue!r}: a process that stands still keeps the ledger {place.ledger}"
             f" locked, and a copy of that cannot be used ({found}, {mode}). End that process."
         )
-    _sync(copy)
+    sync(copy)
     return owned and local is None
 
 
 def _copy_of(place: Place) -> str:
     return f"{place.ledger}.copy"
+
+
+def _with_journals(ledger: str) -> list[str]:
+    """A ledger's file, and all that SQLite has beside it."""
+    return [ledger + ending for ending in ("", *JOURNALS, "-shm")]
 
 
 def _seen(place: Place) -> list[tuple[int, int, int] | None]:
@@ -164,21 +174,3 @@ def _state(path: str) -> tuple[int, int, int] | None:
     except FileNotFoundError:
         return None
     return found.st_ino, found.st_size, found.st_mtime_ns
-
-
-def _remove(ledger: str) -> None:
-    for ending in ("", *BESIDE):
-        _unlink(ledger + ending)
-
-
-def _unlink(path: str) -> None:
-    if os.path.lexists(path):
-        os.unlink(path)
-
-
-def _sync(path: str) -> None:
-    opened = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)

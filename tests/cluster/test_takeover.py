@@ -7,7 +7,6 @@ import os
 import random
 import re
 import shutil
-import signal
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
@@ -35,6 +34,7 @@ from persisting_torch.queue.record import Log
 from persisting_torch.queue.takeover import check_in_place, open_taken_over
 from persisting_torch.queue.turns import Turns
 from tests.cluster.nodes import HELD, Cluster, Member
+from tests.cluster.work import await_so, is_halted, stand_still
 
 WORD = "x" * 2000  # so that a transaction changes many pages
 
@@ -111,8 +111,7 @@ def step(halt: bool = False) -> None:
             key = f"some {number}"
             tx.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, WORD))
         if halt:
-            os.kill(os.getpid(), signal.SIGSTOP)
-            time.sleep(0.1)
+            stand_still()
 
 
 def steps(told: str) -> str:
@@ -133,11 +132,8 @@ def end() -> None:
 
 
 @contextmanager
-def standing_still(member: Member, seconds: float = 20.0) -> Iterator[None]:
-    deadline = time.monotonic() + seconds
-    while "\nState:\tT" not in Path(f"/proc/{member.pid}/status").read_text():
-        assert time.monotonic() < deadline, "it goes on"
-        time.sleep(0.005)
+def standing_still(member: Member) -> Iterator[None]:
+    await_so(lambda: is_halted(member), 20.0, "the halt")
     try:
         yield
     finally:
@@ -253,8 +249,7 @@ def lock_locally(at: At, expire: bool) -> None:
             tx.execute("UPDATE leases SET expires = 0")
     with ledger.transaction() as tx:
         tx.execute("UPDATE meta SET value = value WHERE key = 'next_index'")
-        os.kill(os.getpid(), signal.SIGSTOP)
-        time.sleep(0.1)
+        stand_still()
 
 
 @pytest.mark.parametrize(
@@ -281,8 +276,7 @@ def take_slowly(at: At, after: int) -> None:
 
     def halting(source: str, target: str) -> None:
         if target == place.ledger:
-            os.kill(os.getpid(), signal.SIGSTOP)
-            time.sleep(0.1)
+            stand_still()
         whole(source, target)
 
     os.replace = halting  # type: ignore[assignment]
