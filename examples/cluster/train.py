@@ -62,7 +62,9 @@ class Report(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:
         if trainer.is_global_zero:
-            print(f"trainer has done step {trainer.global_step}", flush=True)
+            # In one piece, which torchrun's unbuffered Python would else write in two: others
+            # write into the same pipe.
+            print(f"trainer has done step {trainer.global_step}\n", end="", flush=True)
         time.sleep(STEP_SECONDS)
 
 
