@@ -180,7 +180,9 @@ def test_a_file_that_names_no_owner_is_told_of(tmp_path: Path):
         read_owner(tmp_path)
 
 
-def test_a_local_open_is_refused_while_an_owner_lives_and_names_its_node(place: Place):
+def test_a_local_open_is_refused_while_an_owner_lives_and_names_its_node(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+):
     refuse_living_owner(place)
     owner, ended = take(Path(place.bucket), "node-7"), threading.Event()
 
@@ -197,9 +199,10 @@ def test_a_local_open_is_refused_while_an_owner_lives_and_names_its_node(place: 
         ended.set()
         keeper.join()
     owner.give_up()
+    monkeypatch.setattr(module, "TAKEOVER_SECONDS", 60.0)
     began = time.monotonic()
     refuse_living_owner(place)
-    assert time.monotonic() - began < 0.5
+    assert time.monotonic() - began < 20.0
 
 
 @pytest.mark.usefixtures("quick")
@@ -207,7 +210,7 @@ def test_a_dead_owner_hinders_a_local_open_for_a_moment_only(place: Place):
     take(Path(place.bucket), "dead")
     began = time.monotonic()
     refuse_living_owner(place)
-    assert 0.4 < time.monotonic() - began < 2.0
+    assert 0.4 < time.monotonic() - began < 4.0
 
 
 def test_a_cluster_cannot_own_a_queue_that_a_living_process_has_open(place: Place, tmp_path: Path):

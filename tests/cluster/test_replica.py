@@ -128,8 +128,8 @@ def test_a_copy_hears_of_others_changes_and_wakes_those_who_wait(node: Node, tmp
     news = News(second._hub, second)
     threading.Timer(0.3, note, (first, "a")).start()
     began = time.monotonic()
-    assert news.wait(began + 10.0)
-    assert time.monotonic() - began < 3.0
+    assert news.wait(began + 60.0)
+    assert time.monotonic() - began < 20.0
     assert noted(second) == ["a"]
     at = second.version()
     note(first, "b")
@@ -274,7 +274,7 @@ def test_a_client_that_is_killed_with_the_turn_holds_others_up_for_seconds_only(
     client.kill()
     began = time.monotonic()
     note(own, "a")
-    assert time.monotonic() - began < 6.0
+    assert time.monotonic() - began < 20.0
     assert noted(own) == ["a"]
     own.close()
 
@@ -440,8 +440,8 @@ def test_one_that_holds_the_common_lock_keeps_others_out_until_it_is_silent(
     head.release("a")
     assert head.hold("c", 0.0)
     began = time.monotonic()
-    assert head.hold("d", 10.0)
-    assert 2.0 < time.monotonic() - began < 6.0
+    assert head.hold("d", 60.0)
+    assert 2.0 < time.monotonic() - began < 20.0
     with pytest.raises(StaleOwner):
         head.hold_on("c")
 

@@ -194,7 +194,7 @@ def test_a_seed_that_comes_late_is_waited_for():
         for process in early:
             kind, _, seconds = process.said()
             assert kind == "joined"
-            assert seconds < 8
+            assert seconds < 15
         late.tell(["nodes", 3])
         assert len(late.said()) == 3
 
@@ -242,7 +242,7 @@ def test_another_passphrase_or_none_is_an_error_and_never_an_island(given):
             assert kind == "WaitTimeout"
             assert "another passphrase" in text
             assert seed in text
-            assert seconds < 10
+            assert seconds < 15
             stranger.tell(None)
             assert stranger.status(20) == 0
         first.tell(["nodes", 1])
@@ -256,7 +256,7 @@ def test_a_seed_that_is_not_there_is_an_error_that_says_so():
         assert kind == "WaitTimeout"
         assert f"nobody listens at {seed}" in text
         assert "passphrase" in text
-        assert 0.9 < seconds < 5
+        assert 0.9 < seconds < 10
 
 
 def test_a_port_that_is_taken_is_an_error_and_another_try_may_follow():

@@ -224,7 +224,7 @@ def test_close_ends_a_thread_that_waits_for_samples(tmp_path):
     next(batches)
     began = time.monotonic()
     loader.close()
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 10
     assert prefetching() == []
     assert uids(batches) == []
 

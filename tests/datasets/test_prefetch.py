@@ -73,7 +73,7 @@ def test_close_ends_a_thread_that_is_ahead_at_once():
     prefetcher.close()
     assert counter.thread is not None
     assert not counter.thread.is_alive()
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 10
     with pytest.raises(StopIteration):
         next(prefetcher)
 
@@ -90,7 +90,7 @@ def test_close_stops_a_thread_that_waits_for_data():
     waits.wait(5)
     began = time.monotonic()
     prefetcher.close()
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 10
 
 
 def test_close_in_another_thread_wakes_the_one_that_waits_for_an_item():

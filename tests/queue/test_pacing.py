@@ -295,13 +295,15 @@ def test_what_is_trained_is_at_most_so_many_versions_old(tmp_path: Path):
         with Queue("q", tmp_path) as queue:
             oldest = 0
             for k in range(12):
+                deadline = time.monotonic() + 30
+                while len(queue) < (k + ahead) * batch_size and time.monotonic() < deadline:
+                    time.sleep(0.01)
                 found = queue.engine.await_assignment(
                     "train", "default", k, batch_size=batch_size, timeout=30
                 )
                 batch = queue.engine.read_batch("default", found.slices[0], ["version"])
                 oldest = max(oldest, int((trained - batch["version"]).max()))
                 trained += 1
-                time.sleep(0.05)
             stop.set()
             queue.sync.get_meta(None, 1000, "train")
     finally:

@@ -302,7 +302,7 @@ def asked():
             assert "'spawn' or 'forkserver'" in str(error), error
         else:
             raise AssertionError("not refused")
-        assert time.monotonic() - start < 1
+        assert time.monotonic() - start < 10
     queue.close()
 
 assert fork(asked) == 0
@@ -440,7 +440,7 @@ queue.engine.commit_lock.__enter__()
 if os.fork():
     time.sleep(0.1)
     os.kill(os.getpid(), signal.SIGKILL)
-time.sleep(3)
+time.sleep(30)
 os._exit(0)
 """,
         tmp_path,
@@ -450,5 +450,5 @@ os._exit(0)
     with Queue("q", tmp_path) as queue:
         queue.sync.put({"x": 1})
         queue.sync.flush()
-        assert time.monotonic() - start < 2.5
+        assert time.monotonic() - start < 15
         assert collections.Counter(record["x"] for record in queue.sync.get()) == {0: 1, 1: 1}

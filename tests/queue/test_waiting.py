@@ -201,7 +201,7 @@ def test_stop_a_seal_and_a_close_end_a_wait_for_a_global_batch(tmp_path: Path):
             else:
                 other.sync.seal()
             thread.join(20)
-            assert time.monotonic() - start < 1
+            assert time.monotonic() - start < 10
             if end == "close":
                 assert isinstance(answers[0], QueueClosed)
             else:
@@ -223,7 +223,7 @@ def test_a_close_ends_streams_that_wait(tmp_path: Path):
         start = time.monotonic()
         queue.close()
         thread.join(20)
-        assert time.monotonic() - start < 1
+        assert time.monotonic() - start < 10
         assert isinstance(answers[0], QueueClosed)
 
 
