@@ -524,7 +524,8 @@ def test_a_server_that_closes_says_so(serve):
 
 
 def test_a_reader_that_does_not_read_holds_up_no_close():
-    server = Server("127.0.0.1", lambda request, table: (Message({}), BIG), None)
+    more = pa.concat_tables([BIG] * 20)  # than buffers on the way can hold
+    server = Server("127.0.0.1", lambda request, table: (Message({}), more), None)
     client = flight.FlightClient(f"grpc://{server.address}")
     reader = client.do_get(flight.Ticket(Message({}).pack()), flight.FlightCallOptions(timeout=60))
     reader.read_chunk()
