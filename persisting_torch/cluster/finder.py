@@ -107,6 +107,7 @@ class Finder:
         self._owners: dict[Target, Found] = {}
         self._ways: dict[str, Way] = {}
         self._silent: dict[str, float] = {}
+        self._stayed: dict[Target, float] = {}
         self._nodes: tuple[float, list[Member]] = (-1e9, [])
 
     def serve_here(self, address: str, handler: Handler) -> None:
@@ -136,6 +137,8 @@ class Finder:
         """The owner of a bucket. Raises BucketUnavailable if none is found before the deadline."""
         with self._lock:
             known = self._owners.get(target)
+        if known is not None and self._is_silent(known.address):
+            return self._elsewhere(known)
         pause, no_older = FIRST_PAUSE, NODES_KEPT_SECONDS
         while known is None:
             known, trouble = self._look(target, self.nodes(no_older), deadline)
@@ -150,6 +153,26 @@ class Finder:
             else:
                 time.sleep(pause)
                 pause, no_older = min(2 * pause, LONGEST_PAUSE), LONGEST_PAUSE
+        return known
+
+    def _elsewhere(self, known: Found) -> Found:
+        """Another owner, if one that was silent a moment ago has been replaced; itself if not.
+
+        What it was asked by others was in vain, so it may cost seconds to find that out again, for
+        each bucket. It is asked all the same if the next node knows of no other owner.
+        """
+        target, until = known.target, self._silent.get(known.address, 0.0)
+        if self._stayed.get(target) == until:
+            return known
+        self._stayed[target] = until
+        ranked = [node for node in self.nodes() if not self._is_silent(node.address)]
+        for node in rank_nodes(ranked, target)[:1]:
+            try:
+                known = self._ask(node, target)
+            except (PersistingError, OSError):
+                break
+            with self._lock:
+                self._owners[target] = known
         return known
 
     def _look(

@@ -23,6 +23,7 @@ CONNECT_OPTIONS = [
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.min_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 200),
+    ("grpc.use_local_subchannel_pool", 1),  # else a new client may use the connection of an old one
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
 ]
@@ -34,6 +35,9 @@ class Peer:
     Each call raises what the peer's handler raised, and BucketUnavailable if there was no answer
     within `timeout` seconds: the peer is gone, out of reach or stopped, or has another passphrase.
     It may have done what it was asked to, then. A Ctrl-C takes effect when the call ends.
+
+    After a call without an answer the next one makes a new connection: TCP tries an old one again
+    after ever longer pauses, so that it is of no use for as long again as the network was away.
     """
 
     def __init__(self, address: str, credentials: Credentials | None) -> None:
@@ -45,9 +49,9 @@ class Peer:
     def ask(self, request: Message, timeout: float) -> Message:
         """An answer without data."""
         action = flight.Action("ask", request.pack())
-        with self._telling():
+        with self._telling() as client:
             parts, size = [], 0
-            for result in self._connected().do_action(action, options=_limit(timeout)):
+            for result in client.do_action(action, options=_limit(timeout)):
                 parts.append(result.body)
                 size += result.body.size
                 if size > LARGEST_MESSAGE:
@@ -57,8 +61,8 @@ class Peer:
     def get(self, request: Message, timeout: float) -> tuple[Message, pa.Table]:
         """An answer with a table, its columns aligned as torch likes them."""
         ticket = flight.Ticket(request.pack())
-        with self._telling():
-            reader = self._connected().do_get(ticket, _limit(timeout))
+        with self._telling() as client:
+            reader = client.do_get(ticket, _limit(timeout))
             batches = []
             while True:
                 try:
@@ -74,8 +78,8 @@ class Peer:
     def put(self, request: Message, table: pa.Table, timeout: float) -> Message:
         """Send a table; the answer comes when the peer has committed it."""
         descriptor = flight.FlightDescriptor.for_command(request.pack())
-        with self._telling():
-            writer, reader = self._connected().do_put(descriptor, table.schema, _limit(timeout))
+        with self._telling() as client:
+            writer, reader = client.do_put(descriptor, table.schema, _limit(timeout))
             try:
                 for batch in in_chunks(table).to_batches():
                     writer.write_batch(batch)
@@ -104,11 +108,20 @@ class Peer:
             return self._client
 
     @contextmanager
-    def _telling(self) -> Iterator[None]:
+    def _telling(self) -> Iterator[flight.FlightClient]:
+        client = self._connected()
         try:
-            yield
+            yield client
         except (flight.FlightError, pa.ArrowException, OSError) as error:
+            if isinstance(error, flight.FlightTimedOutError):
+                self._leave(client)
             raise from_wire(error, f"the process at {self.address}") from None
+
+    def _leave(self, client: flight.FlightClient) -> None:
+        """Use this connection no more; calls that are under way still do."""
+        with self._lock:
+            if self._client is client:
+                self._client = None
 
 
 def _unpacked(data: bytes | pa.Buffer) -> Message:

@@ -48,9 +48,7 @@ class Far:
     def __init__(self, address: str, credentials: Credentials | None) -> None:
         self.address = address
         self._peer = Peer(address, credentials)
-        # Locks, one for each request in flight, since `with` takes and frees them whatever signal
-        # comes, which no Semaphore does.
-        self._lanes = [threading.Lock() for _ in range(MOST_IN_FLIGHT)]
+        self._lanes = _new_lanes()
         self._next = itertools.count()
 
     def ask(self, request: Message, timeout: float) -> Message:
@@ -71,7 +69,7 @@ class Far:
         """What a call that may take long answers, while the bucket's owner lives.
 
         From a process that is halted, or out of reach, nothing comes, not even an error. The call
-        is left alone then, and raises what the look for the owner raises.
+        is left alone then, and in nobody's way, and raises what the look for the owner raises.
         """
 
         def in_lane() -> Answer:
@@ -82,7 +80,11 @@ class Far:
         bucket = {name: request.header[name] for name in ("queue", "storage_path", "bucket")}
         alive = Message({"op": "alive", **bucket})
         while not done.acquire(timeout=LOOK_SECONDS):
-            self._peer.ask(alive, ALIVE_SECONDS)
+            try:
+                self._peer.ask(alive, ALIVE_SECONDS)
+            except BucketUnavailable:
+                self._lanes = _new_lanes()
+                raise
         return answer.result()
 
     def _lane(self) -> threading.Lock:
@@ -91,6 +93,14 @@ class Far:
 
     def close(self) -> None:
         self._peer.close()
+
+
+def _new_lanes() -> list[threading.Lock]:
+    """Locks, one for each request in flight.
+
+    `with` takes and frees them whatever signal comes, which it does with no Semaphore.
+    """
+    return [threading.Lock() for _ in range(MOST_IN_FLIGHT)]
 
 
 class Near:

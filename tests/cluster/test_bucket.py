@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -19,29 +20,38 @@ Say = Callable[[], Message]
 
 
 class Owner:
-    """A process that says that it owns the bucket, and of anything else what the test wants."""
+    """A process that says that it owns the bucket, and of anything else what the test wants.
 
-    def __init__(self) -> None:
+    `knows`: the process that it says owns it instead.
+    """
+
+    def __init__(self, name: str = "node") -> None:
+        self.name = name
+        self.knows = self
         self.say: Say = lambda: Message({})
         self.asked: list[str] = []
         self.server = Server("127.0.0.1", self.answer, None)
-        self.finder = Finder(lambda: [Member("node", self.server.address)], None)
+        self.member = Member(name, self.server.address)
+        self.finder = Finder(lambda: [self.member], None)
 
     def answer(self, request: Message, table: Any) -> tuple[Message, None]:
         op = request.header["op"]
         self.asked.append(op)
         if op == "where":
-            own = {"address": self.server.address, "node": "node", "epoch": 1, "incarnation": "i"}
+            node, address = self.knows.name, self.knows.server.address
+            own = {"address": address, "node": node, "epoch": 1, "incarnation": "i"}
             return Message(own), None
         return (Message({}) if op == "alive" else self.say()), None
+
+    def close(self) -> None:
+        self.finder.close()
+        self.server.close()
 
 
 @pytest.fixture
 def owner() -> Iterator[Owner]:
-    found = Owner()
-    yield found
-    found.finder.close()
-    found.server.close()
+    with closing(Owner()) as found:
+        yield found
 
 
 def ask(owner: Owner) -> None:
@@ -64,3 +74,24 @@ def test_an_owner_that_does_not_answer_is_left_alone_for_a_while(owner: Owner) -
     owner.say = lambda: time.sleep(1.4) or Message({})  # type: ignore[func-returns-value]
     ask(owner)
     assert owner.finder._is_silent(owner.server.address)
+
+
+@pytest.mark.parametrize("replaced", [True, False], ids=["replaced", "still the owner"])
+def test_an_owner_that_was_silent_is_looked_for_once_before_it_is_asked_for_another_bucket(
+    owner: Owner, replaced: bool
+) -> None:
+    with closing(Owner("other")) as other:
+        other.knows = owner
+        finder = Finder(lambda: [owner.member, other.member], None)
+        targets = [Target("q", "/data", number) for number in range(8)]
+        found = [finder.owner(target, time.monotonic() + 20) for target in targets]
+        assert {one.node for one in found} == {"node"}
+        if replaced:
+            other.knows = other
+        finder.forget(found[0], silent=True)
+        other.asked.clear()
+        for _ in range(3):
+            now = [finder.owner(target, time.monotonic() + 20) for target in targets[1:]]
+            assert {one.node for one in now} == {"other" if replaced else "node"}
+        assert other.asked == ["where"] * len(targets[1:])
+        finder.close()
