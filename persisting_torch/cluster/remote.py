@@ -101,17 +101,16 @@ class RemoteAppender:
             "partition": partition,
             "keys": keys,
             "finishing": [
-                (producer.name, producer.started, *as_text(pack_set(members)))
-                for producer, members in finishing.parts
+                (work.producer.name, work.started, *as_text(pack_set(work.members)))
+                for work in finishing.parts
             ],
             "writer": self.writer,
         }
         seconds = _seconds_for(late.table)
         answer = self.bucket.put("append_late", header, late.table, seconds=seconds).header
-        for producer, members in finishing.parts:
-            if producer.name in answer.get("lost", ()):
-                producer.lose()
-                raise producer.refuse(members)
+        for work in finishing.parts:
+            if work.producer.name in answer.get("lost", ()):
+                raise work.refused()
         return int(answer["first_row"])
 
 
@@ -144,7 +143,7 @@ def late_of(header: dict[str, Any], table: pa.Table) -> LateBatch:
 
 
 def held_of(header: dict[str, Any]) -> list[tuple[str, float, BitMap64]]:
-    """The producers whose work an `append_late` finishes: name, when it began, samples."""
+    """The producers whose work an `append_late` finishes: name, when it was entered, samples."""
     return [
         (name, started, unpack_set(*from_text(*packed)))
         for name, started, *packed in header["finishing"]

@@ -25,7 +25,7 @@ from persisting_torch.queue.locks import ThreadLock
 from persisting_torch.queue.ownership import Ownership
 from persisting_torch.queue.parts import many_parts
 from persisting_torch.queue.place import Place
-from persisting_torch.queue.producers import Finishing, Producer
+from persisting_torch.queue.producers import Finishing, Producer, Work
 from persisting_torch.queue.shard import Shard
 from persisting_torch.queue.shards import BucketCommitter
 from persisting_torch.queue.storage import RowStore
@@ -164,12 +164,13 @@ class RowService:
         return Message({"first_row": first_row}), None
 
     def _finishing(self, header: dict[str, Any]) -> Finishing:
-        parts = []
-        for name, started, members in held_of(header):
-            producer = Producer(name, False, self.engine.place.queue)
-            producer.started = started
-            parts.append((producer, members))
-        return RemoteFinishing(parts)
+        queue = self.engine.place.queue
+        return RemoteFinishing(
+            [
+                Work(Producer(name, False, queue), members, started)
+                for name, started, members in held_of(header)
+            ]
+        )
 
     # Sending
 
@@ -208,9 +209,9 @@ class RemoteFinishing(Finishing):
     """Work that producers of another process finish."""
 
     def check(self, tx: sqlite3.Connection) -> None:
-        for producer, _ in self.parts:
-            if not producer.is_registered(tx) and not producer.is_done(tx):
-                raise LeaseLost(producer.name)
+        for work in self.parts:
+            if not work.is_its_own(tx):
+                raise LeaseLost(work.producer.name)
 
 
 def _come_home(tx: sqlite3.Connection, place: Place, bucket: int, node: str) -> None:

@@ -80,8 +80,7 @@ class Committer:
             "late": [(names, len(indexes)) for names, indexes in late.arrivals],
             "keys": keys,
             "finished": [
-                (producer.name, *as_text(pack_set(members)))
-                for producer, members in finishing.parts
+                (work.producer.name, *as_text(pack_set(work.members))) for work in finishing.parts
             ],
             "writer": self.writer,
         }

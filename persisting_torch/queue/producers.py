@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from pyroaring import BitMap64
 
@@ -52,7 +52,8 @@ class Producer:
     name: str
     essential: bool
     queue: str
-    started: float = field(default_factory=time.time)
+    started: float = 0.0  # when it was entered last: anew each time it was held to be dead
+    entered: set[float] = field(default_factory=set)
     held: dict[int, BitMap64] = field(default_factory=dict)
     lost: BitMap64 = field(default_factory=BitMap64)
     rival: str = ""
@@ -79,35 +80,21 @@ class Producer:
 
     def beat(self, tx: sqlite3.Connection) -> None:
         """Say that it lives. Where it was held to be dead meanwhile, its leases are lost."""
-        if self.ended or self.is_registered(tx):
+        if self.ended or lives(tx, self.name, self.started):
             return
         self.lose()
         found = tx.execute(
             "SELECT started, pid FROM producers WHERE name = ?", (self.name,)
         ).fetchone()
-        if found is not None and found[0] != self.started:
+        if found is not None and found[0] not in self.entered:
             self.rival = f"process {found[1]}"
         else:
             self.register(tx)
 
-    def is_registered(self, tx: sqlite3.Connection) -> bool:
-        """Whether nobody holds it to be dead. Says that it lives."""
-        beat = tx.execute(
-            "UPDATE producers SET beat = ? WHERE name = ? AND started = ? AND state = 'alive'",
-            (time.time(), self.name, self.started),
-        )
-        return beat.rowcount > 0
-
-    def is_done(self, tx: sqlite3.Connection) -> bool:
-        """Whether its block has ended well, so that all it had claimed is finished."""
-        found = tx.execute(
-            "SELECT 1 FROM producers WHERE name = ? AND started = ? AND state = 'done'",
-            (self.name, self.started),
-        )
-        return found.fetchone() is not None
-
     def register(self, tx: sqlite3.Connection) -> None:
-        """Enter it as alive."""
+        """Enter it as alive, in a way that tells this apart from each time before."""
+        self.started = max(time.time(), self.started + 1e-3)
+        self.entered.add(self.started)
         tx.execute(
             "INSERT OR REPLACE INTO producers VALUES (?, ?, ?, ?, ?, ?, 'alive', NULL, ?)",
             (
@@ -146,23 +133,56 @@ class Producer:
         )
 
 
+def lives(tx: sqlite3.Connection, name: str, started: float) -> bool:
+    """Whether nobody has held the producer to be dead since it was entered. Says that it lives."""
+    beat = tx.execute(
+        "UPDATE producers SET beat = ? WHERE name = ? AND started = ? AND state = 'alive'",
+        (time.time(), name, started),
+    )
+    return beat.rowcount > 0
+
+
+class Work(NamedTuple):
+    """Samples that a producer had claimed, and `started` as it had then been entered."""
+
+    producer: Producer
+    members: BitMap64
+    started: float
+
+    def is_its_own(self, tx: sqlite3.Connection) -> bool:
+        """Whether nobody has held it to be dead since, or its block has ended well.
+
+        That it lives again is not enough: it may have beaten since, and what it had is lost.
+        """
+        done = "SELECT 1 FROM producers WHERE name = ? AND started = ? AND state = 'done'"
+        return (
+            lives(tx, self.producer.name, self.started)
+            or tx.execute(done, (self.producer.name, self.started)).fetchone() is not None
+        )
+
+    def refused(self) -> StaleOwner:
+        """The error of a put of it; all that the producer then had is lost."""
+        if self.started == self.producer.started:
+            self.producer.lose()
+        return self.producer.refuse(self.members)
+
+
 @dataclass(frozen=True)
 class Finishing:
     """Work that producers of this process finish with one commit of fields."""
 
-    parts: Sequence[tuple[Producer, BitMap64]] = ()
+    parts: Sequence[Work] = ()
 
     def check(self, tx: sqlite3.Connection) -> None:
         """Raise StaleOwner if one was held to be dead meanwhile. The commit lock is held."""
-        for producer, members in self.parts:
-            if not producer.is_registered(tx) and not producer.is_done(tx):
-                producer.lose()
-                raise producer.refuse(members)
+        for work in self.parts:
+            if not work.is_its_own(tx):
+                raise work.refused()
 
     def done(self) -> None:
         """Know that the commit has been made."""
-        for producer, members in self.parts:
-            producer.forget(members)
+        for work in self.parts:
+            work.producer.forget(work.members)
 
 
 class Producers:
@@ -280,8 +300,8 @@ class Producers:
             for producer in (*self._running, *self._ended):
                 if producer.lost & members:
                     raise producer.refuse(producer.lost & members)
-            parts = [(each, each.unfinished & members) for each in self._running]
-            return Finishing([(each, part) for each, part in parts if part])
+            parts = [Work(one, one.unfinished & members, one.started) for one in self._running]
+            return Finishing([work for work in parts if work.members])
 
     def claimed(self, indexes: Sequence[int]) -> None:
         """Know that these samples were taken anew by this process."""

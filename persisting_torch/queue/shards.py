@@ -368,8 +368,8 @@ class ManyCommitter:
         def append(bucket: int, part: LateBatch) -> None:
             members = BitMap64().union(*(set_of(own) for _, own in part.arrivals))
             own_keys = [key for key in keys if key[2] in members]
-            own = [(producer, held & members) for producer, held in finishing.parts]
-            done = replace(finishing, parts=[(one, held) for one, held in own if held])
+            own = [work._replace(members=work.members & members) for work in finishing.parts]
+            done = replace(finishing, parts=[work for work in own if work.members])
             firsts.append(self.appenders[bucket].append_late(part, partition, own_keys, done))
 
         parts = split_late(late, buckets)

@@ -300,6 +300,34 @@ def writers_and_producers(queue: Queue) -> Any:
     return asyncio.run(story())
 
 
+def work_that_was_lost(queue: Queue) -> Any:
+    """A producer is held to be dead, and lives again, amid a put of what it had claimed."""
+    queue.sync.put([{"id": id} for id in range(4)])
+    queue.sync.flush()
+    producers, reads = queue.engine.producers, queue.engine.reads
+    check = reads.check_indexes
+
+    def amid_the_put(*arguments: Any) -> None:
+        told = "alive"
+        while told == "alive":  # it may have beaten between the look and the burial
+            [one] = [each for each, _ in producers.look()]
+            producers._bury([(one, "failed: it was stopped")])
+            told = queue.sync.stats()["producers"]["mine"]["state"]
+        producers.beat()
+        check(*arguments)
+
+    with queue.producer("mine"):
+        meta = queue.sync.get_meta(["id"], 4, "t")
+        reads.check_indexes = amid_the_put  # type: ignore[method-assign]
+        said = refused(lambda: queue.sync.put([{"y": 1}] * 4, metadata=meta))
+        reads.check_indexes = check  # type: ignore[method-assign]
+        again = queue.sync.get_meta(["id"], 4, "t")
+        queue.sync.put([{"y": 2}] * 4, metadata=again)
+    assert said == "StaleOwner"
+    assert sorted(again.global_indexes) == sorted(meta.global_indexes)
+    return in_any_order(plain(queue.sync.get()))
+
+
 def bounds(queue: Queue) -> Any:
     queue.sync.put([{"id": id} for id in range(10)])
     told = [refused(lambda: queue.sync.put({"id": 1}))]
@@ -332,5 +360,6 @@ STORIES = [
     keys_and_tags,
     samplers,
     writers_and_producers,
+    work_that_was_lost,
     nothing,
 ]

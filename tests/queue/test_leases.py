@@ -10,7 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -28,7 +28,6 @@ from hypothesis.stateful import (
 from persisting_torch import BatchMeta, KVInterface, Queue, StaleOwner
 from persisting_torch.queue import registry
 from persisting_torch.queue.leases import holders
-from persisting_torch.queue.producers import Producers
 from persisting_torch.queue.sets import unpack_set
 from tests.queue import children
 
@@ -62,6 +61,16 @@ def failing(queue: Queue) -> Iterator[None]:
     with contextlib.suppress(ZeroDivisionError), queue.producer("one"):
         yield
         raise ZeroDivisionError
+
+
+def hold_to_be_dead(queue: Queue, name: str) -> None:
+    """As another process would enter it of a producer that was stopped."""
+    producers, is_held = queue.engine.producers, True
+    while is_held:  # it may have beaten between the look and the burial
+        [one] = [each for each, _ in producers.look() if each.name == name]
+        producers._bury([(one, "failed: it was stopped")])
+        with queue.engine.ledger.reading() as tx:
+            is_held = name in holders(tx)
 
 
 def fail(queue: Queue, *, claims: int, finishes: int) -> BatchMeta:
@@ -152,6 +161,39 @@ def test_a_put_that_outlasts_its_block_goes_through_if_the_block_ended_well(queu
         put_later = engine.producers.finishing(meta.index_array())
     with engine.ledger.transaction() as tx, pytest.raises(StaleOwner):
         put_later.check(tx)
+
+
+@pytest.mark.parametrize("then", ["beats", "claims anew", "ends"])
+def test_what_a_producer_lost_amid_a_put_is_refused_though_it_lives_again(
+    queue: Queue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: str
+):
+    check, again = queue.engine.reads.check_indexes, BatchMeta([], "default")
+
+    def amid_the_put(*arguments: object) -> None:
+        nonlocal again
+        monkeypatch.undo()
+        hold_to_be_dead(other, "one")
+        if then == "ends":
+            block.close()
+        else:
+            queue.engine.producers.beat()
+        if then == "claims anew":
+            again = queue.sync.get_meta(["x"], 3, "work")
+        check(*arguments)
+
+    with Queue("q", tmp_path) as other, ExitStack() as block:
+        block.enter_context(queue.producer("one"))
+        meta = queue.sync.get_meta(["x"], 4, "work")
+        monkeypatch.setattr(queue.engine.reads, "check_indexes", amid_the_put)
+        with pytest.raises(StaleOwner, match=r"'one'.*Nothing of this put was written"):
+            queue.sync.put([{"y": 0}] * 4, metadata=meta)
+        assert again.global_indexes == ([0, 1, 2] if then == "claims anew" else [])
+        assert other.sync.get_meta(["x"], 1, "work").global_indexes == [again.size]
+        if then == "claims anew":
+            queue.sync.put([{"y": 1}] * 3, metadata=again)
+        assert [record.get("y") for record in queue.sync.get(3)] == [1] * again.size + [None] * (
+            3 - again.size
+        )
 
 
 def test_claims_outside_of_a_block_and_after_it_have_no_lease(queue: Queue):
@@ -540,21 +582,11 @@ class Leases(RuleBasedStateMachine):
 
     @rule(at=st.integers(0, 1), puts=st.booleans())
     def is_held_to_be_dead(self, at: int, puts: bool) -> None:
-        """As another process would enter it for one that was stopped."""
         if self.blocks[at] is not None:
-            producers = self.queues[1 - at].engine.producers
-            while self.bury(producers, NAMES[at]):
-                pass  # it has beaten between the look and the burial, and is not held to be dead
+            hold_to_be_dead(self.queues[1 - at], NAMES[at])
             self.give_back(at)
             if puts:
                 self.finish_what_was_lost(at)
-
-    def bury(self, producers: Producers, name: str) -> bool:
-        """Hold a producer to be dead; whether it still has what it had claimed."""
-        [one] = [each for each, _ in producers.look() if each.name == name]
-        producers._bury([(one, "failed: it was stopped")])
-        with self.queues[0].engine.ledger.reading() as tx:
-            return name in holders(tx)
 
     @rule(at=st.integers(0, 1), count=st.integers(1, 6), inside=st.booleans())
     def claim(self, at: int, count: int, inside: bool) -> None:
