@@ -16,6 +16,8 @@ from persisting_torch.errors import PersistingError
 from persisting_torch.queue.pieces import in_pieces
 
 ANSWER = b"persisting_torch answer"
+HERE = "here"  # the action that is answered at once, by nothing
+HERE_SECONDS = 0.25
 CHUNK_BYTES = 1 << 20  # messages of 256 KB to 4 MB stream fastest
 ALIGNMENT = 64  # bytes, as torch likes it
 CONNECT_OPTIONS = [
@@ -36,8 +38,9 @@ class Peer:
     within `timeout` seconds: the peer is gone, out of reach or stopped, or has another passphrase.
     It may have done what it was asked to, then. A Ctrl-C takes effect when the call ends.
 
-    After a call without an answer the next one makes a new connection: TCP tries an old one again
-    after ever longer pauses, so that it is of no use for as long again as the network was away.
+    A connection on which nothing comes at all is left, and the next call makes a new one: TCP tries
+    again after ever longer pauses, so that an old one is of no use for as long again as the network
+    was away.
     """
 
     def __init__(self, address: str, credentials: Credentials | None) -> None:
@@ -45,6 +48,7 @@ class Peer:
         self._credentials = credentials
         self._lock = threading.Lock()
         self._client: flight.FlightClient | None = None
+        self.left = 0  # how many connections were given up
 
     def ask(self, request: Message, timeout: float) -> Message:
         """An answer without data."""
@@ -114,14 +118,21 @@ class Peer:
             yield client
         except (flight.FlightError, pa.ArrowException, OSError) as error:
             if isinstance(error, flight.FlightTimedOutError):
-                self._leave(client)
+                self._look_after(client)
             raise from_wire(error, f"the process at {self.address}") from None
 
-    def _leave(self, client: flight.FlightClient) -> None:
-        """Use this connection no more; calls that are under way still do."""
-        with self._lock:
-            if self._client is client:
-                self._client = None
+    def _look_after(self, client: flight.FlightClient) -> None:
+        """Leave a connection if it is dead, to the calls that are under way on it."""
+        is_used = self._client is client
+        if not is_used:
+            return
+        try:
+            list(client.do_action(HERE, _limit(HERE_SECONDS)))
+        except (flight.FlightError, pa.ArrowException, OSError):
+            with self._lock:
+                if self._client is client:
+                    self._client = None
+                    self.left += 1
 
 
 def _unpacked(data: bytes | pa.Buffer) -> Message:

@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.flight as flight
 
-from persisting_torch.cluster.peer import ANSWER, CHUNK_BYTES, Peer, in_chunks, note_use
+from persisting_torch.cluster.peer import ANSWER, CHUNK_BYTES, HERE, Peer, in_chunks, note_use
 from persisting_torch.cluster.secret import Credentials
 from persisting_torch.cluster.wire import Message, to_wire
 from persisting_torch.errors import BucketUnavailable
@@ -83,6 +83,8 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
     def do_action(
         self, context: flight.ServerCallContext, action: flight.Action
     ) -> Iterator[flight.Result]:
+        if action.type == HERE:  # whatever others are at
+            return iter([])
         with self._telling(), self._turn(self._for_asks):
             answer, _ = self._handler(Message.unpack(action.body), None)
             packed = pa.py_buffer(answer.pack())

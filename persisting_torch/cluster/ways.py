@@ -43,12 +43,12 @@ class Way(Protocol):
 
 
 class Far:
-    """A way to another process, with at most eight requests in flight from this one."""
+    """A way to another process, with at most eight requests in flight that it may be at."""
 
     def __init__(self, address: str, credentials: Credentials | None) -> None:
         self.address = address
         self._peer = Peer(address, credentials)
-        self._lanes = _new_lanes()
+        self._lanes, self._left = _new_lanes(), 0
         self._next = itertools.count()
 
     def ask(self, request: Message, timeout: float) -> Message:
@@ -69,7 +69,7 @@ class Far:
         """What a call that may take long answers, while the bucket's owner lives.
 
         From a process that is halted, or out of reach, nothing comes, not even an error. The call
-        is left alone then, and in nobody's way, and raises what the look for the owner raises.
+        is left alone then, and raises what the look for the owner raises.
         """
 
         def in_lane() -> Answer:
@@ -80,14 +80,13 @@ class Far:
         bucket = {name: request.header[name] for name in ("queue", "storage_path", "bucket")}
         alive = Message({"op": "alive", **bucket})
         while not done.acquire(timeout=LOOK_SECONDS):
-            try:
-                self._peer.ask(alive, ALIVE_SECONDS)
-            except BucketUnavailable:
-                self._lanes = _new_lanes()
-                raise
+            self._peer.ask(alive, ALIVE_SECONDS)
         return answer.result()
 
     def _lane(self) -> threading.Lock:
+        """One that is free, if there is any. What waits on a dead connection is in nobody's way."""
+        if self._left != self._peer.left:
+            self._lanes, self._left = _new_lanes(), self._peer.left
         free = next((lane for lane in self._lanes if not lane.locked()), None)
         return free or self._lanes[next(self._next) % MOST_IN_FLIGHT]
 

@@ -76,3 +76,25 @@ def test_calls_that_are_left_alone_keep_no_others_out(
         asked.start()
         assert answered.wait(30)
         asked.join()
+
+
+def test_calls_that_a_process_is_at_count_though_they_were_left_alone() -> None:
+    at_work, over = 0, threading.Event()
+
+    def handler(request: Message, table: pa.Table | None) -> tuple[Message, pa.Table]:
+        nonlocal at_work
+        at_work += request.header["op"] == "rows"
+        over.wait(60)
+        return Message({}), TABLE
+
+    with ExitStack() as stack:
+        server = stack.enter_context(closing(Server("127.0.0.1", handler, None)))
+        stack.callback(over.set)
+        way = stack.enter_context(closing(Far(server.address, None)))
+        pool = stack.enter_context(ThreadPoolExecutor(2 * MOST_IN_FLIGHT))
+        calls = [pool.submit(way.get, Message(HEADER), 60.0) for _ in range(2 * MOST_IN_FLIGHT)]
+        for call in calls:
+            with pytest.raises(BucketUnavailable, match="did not answer in time"):
+                call.result(30)
+        assert at_work == MOST_IN_FLIGHT
+        over.set()
