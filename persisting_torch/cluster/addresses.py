@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from persisting_torch.errors import PersistingError
 
 PROBE_SECONDS = 1.0
+HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0"
+"""How HTTP/2 begins (RFC 9113, 3.4). Who expects TLS says at once that this is none."""
 
 
 @dataclass(frozen=True)
@@ -79,13 +81,24 @@ def towards(ip: str) -> str:
     return f"[{own}]" if ":" in own else own
 
 
-def listens(address: Address) -> bool:
-    """Whether anybody listens there."""
+def answers(address: Address) -> bool | None:
+    """Whether a process there says anything at all; None where nobody listens.
+
+    One that is halted says nothing, though its machine still accepts connections for it.
+    """
     try:
-        with socket.create_connection((str(address.ip), address.port), PROBE_SECONDS):
-            return True
+        probe = socket.create_connection((str(address.ip), address.port), PROBE_SECONDS)
     except OSError:
-        return False
+        return None
+    with probe:
+        try:
+            probe.sendall(HELLO)
+            probe.recv(1)  # or the end: it has read that and wants no more
+        except TimeoutError:
+            return False
+        except OSError:
+            return True
+    return True
 
 
 def send_at_once(port: int) -> None:

@@ -25,10 +25,14 @@ LONGEST_PAUSE = 0.25
 
 @dataclass(frozen=True)
 class Member:
-    """A process that owns buckets: its name, the same after a restart, and its Flight address."""
+    """A process that owns buckets: its name, the same after a restart, and its Flight address.
+
+    `doubtful`: others hold it to be dead, so it is asked only if no other one answers.
+    """
 
     name: str
     address: str
+    doubtful: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -82,12 +86,12 @@ def rank_nodes(nodes: Sequence[Member], target: Target) -> list[Member]:
     """Nodes in the order in which they should own a bucket, by rendezvous hashing.
 
     Highest random weight (Thaler and Ravishankar, "Using name-based mappings to increase hit
-    rates", 1998): a node that leaves or joins moves only its own buckets.
+    rates", 1998): a node that leaves or joins moves only its own buckets. Doubtful ones come last.
     """
 
-    def weight(node: Member) -> bytes:
+    def weight(node: Member) -> tuple[bool, bytes]:
         text = f"{node.name}\0{target.queue}\0{target.storage_path}\0{target.bucket}"
-        return hashlib.blake2b(text.encode(), digest_size=8).digest()
+        return not node.doubtful, hashlib.blake2b(text.encode(), digest_size=8).digest()
 
     return sorted(nodes, key=weight, reverse=True)
 
@@ -137,7 +141,7 @@ class Finder:
         """The owner of a bucket. Raises BucketUnavailable if none is found before the deadline."""
         with self._lock:
             known = self._owners.get(target)
-        if known is not None and self._is_silent(known.address):
+        if known is not None and self.is_silent(known.address):
             return self._elsewhere(known)
         pause, no_older = FIRST_PAUSE, NODES_KEPT_SECONDS
         while known is None:
@@ -165,7 +169,7 @@ class Finder:
         if self._stayed.get(target) == until:
             return known
         self._stayed[target] = until
-        ranked = [node for node in self.nodes() if not self._is_silent(node.address)]
+        ranked = [node for node in self.nodes() if not self.is_silent(node.address)]
         for node in rank_nodes(ranked, target)[:1]:
             try:
                 known = self._ask(node, target)
@@ -181,7 +185,7 @@ class Finder:
         """Ask the nodes in turn; the owner, or why there is none."""
         trouble = "there are no nodes."
         ranked = rank_nodes(nodes, target)
-        for node in [node for node in ranked if not self._is_silent(node.address)] or ranked:
+        for node in [node for node in ranked if not self.is_silent(node.address)] or ranked:
             try:
                 return self._ask(node, target), ""
             except (PersistingError, OSError) as error:
@@ -197,7 +201,7 @@ class Finder:
             raise BucketUnavailable(answer["why"])
         address = answer["address"]
         if address != node.address:
-            if self._is_silent(address):
+            if self.is_silent(address):
                 raise BucketUnavailable(f"its owner {answer['node']} at {address} does not answer.")
             self._hear(address, "alive", target)
         return Found(
@@ -205,11 +209,14 @@ class Finder:
         )
 
     def _hear(self, address: str, op: str, target: Target) -> dict[str, Any]:
+        header = target.opening if op == "where" else target.header
+        return self.hear(address, {"op": op, **header})
+
+    def hear(self, address: str, question: dict[str, Any]) -> dict[str, Any]:
+        """What a process answers at once; one that does not counts as silent for a while."""
         began = time.monotonic()
         try:
-            header = target.opening if op == "where" else target.header
-            request = Message({"op": op, **header})
-            answer = self.way(address).ask(request, ASK_SECONDS).header
+            answer = self.way(address).ask(Message(question), ASK_SECONDS).header
         except BucketUnavailable:
             if time.monotonic() - began > ASK_SECONDS / 2:
                 self._note_silence(address)
@@ -221,7 +228,8 @@ class Finder:
         """It costs much to ask one that is halted, so it is left alone for a while."""
         self._silent[address] = time.monotonic() + SILENT_SECONDS
 
-    def _is_silent(self, address: str) -> bool:
+    def is_silent(self, address: str) -> bool:
+        """Whether it did not answer a moment ago."""
         return time.monotonic() < self._silent.get(address, 0.0)
 
     def forget(self, owner: Found, *, silent: bool = False) -> None:

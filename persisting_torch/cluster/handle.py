@@ -8,10 +8,7 @@ from dataclasses import dataclass
 from persisting_torch.cluster.finder import Finder, Member
 from persisting_torch.cluster.peer import refuse_after_fork
 from persisting_torch.cluster.secret import Credentials
-from persisting_torch.cluster.wire import Message
 from persisting_torch.errors import BucketUnavailable
-
-NODES_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -46,16 +43,19 @@ class _Nodes:
         self._known = nodes
 
     def __call__(self) -> list[Member]:
-        for node in dict.fromkeys((*self._known, *self._given)):
+        for node in sorted(dict.fromkeys((*self._known, *self._given)), key=self._doubt):
             try:
-                answer = self.finder.way(node.address).ask(Message({"op": "nodes"}), NODES_SECONDS)
+                answer = self.finder.hear(node.address, {"op": "nodes"})
             except BucketUnavailable:
                 continue  # whoever asks it for a bucket will say so
-            told = tuple(Member(name, address) for name, address in answer.header["nodes"])
+            told = tuple(Member(*known) for known in answer["nodes"])
             if told:
                 self._known = told
                 break
         return list(self._known)
+
+    def _doubt(self, node: Member) -> tuple[bool, bool]:
+        return self.finder.is_silent(node.address), node.doubtful
 
 
 def adopt(handle: Handle) -> None:

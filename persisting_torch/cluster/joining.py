@@ -8,12 +8,13 @@ import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from persisting_torch.cluster import runtime as runtimes
 from persisting_torch.cluster.addresses import (
     Address,
-    listens,
+    answers,
     look_up,
     own_address,
     parse,
@@ -24,7 +25,7 @@ from persisting_torch.cluster.runtime import PASSPHRASE, Runtime
 from persisting_torch.cluster.secret import credentials
 from persisting_torch.errors import PersistingError, WaitTimeout
 from persisting_torch.queue.lifecycle import listen_to_sigterm
-from persisting_torch.queue.threads import in_thread
+from persisting_torch.queue.threads import at_once, in_thread
 
 JOIN_SECONDS = 20.0
 TORCHRUN_SECONDS = 60.0
@@ -121,6 +122,10 @@ async def shutdown() -> None:
         await in_thread(runtime.end)
 
 
+def _listed(addresses: Sequence[Address]) -> str:
+    return ", ".join(map(str, addresses))
+
+
 @dataclass
 class _Join:
     """One try to become part of a cluster."""
@@ -153,10 +158,10 @@ class _Join:
             runtime = Runtime(None if secret is None else credentials(secret))
             deadline = time.monotonic() + self.timeout
             try:
-                listening = self._await_seed(others, may_be_first=own in seeds, deadline=deadline)
-                runtime.start(own, others)
-                if listening is not None:
-                    self._await_others(runtime, listening, deadline)
+                found = self._await_seeds(others, may_be_first=own in seeds, deadline=deadline)
+                runtime.start(own, found or others)
+                if found:
+                    self._await_others(runtime, found[0], deadline)
                 if self.owns_buckets:
                     runtime.start_node(self.name, fsync=self.durability == "fsync")
                 self._check_wanted()
@@ -165,25 +170,38 @@ class _Join:
                 raise
             runtimes.replace(runtime)
 
-    def _await_seed(
+    def _await_seeds(
         self, seeds: list[Address], may_be_first: bool, deadline: float
-    ) -> Address | None:
-        """The first seed at which anybody listens; None for a process that may be the first.
+    ) -> list[Address]:
+        """The seeds that answer; none for a process that may be the first.
 
-        Pulsing looks for a late seed only now and then, so that it had better be there before.
+        Pulsing looks for a late seed only now and then, so that it had better be there before; and
+        it waits for one that is halted, or out of reach, whatever others there are.
         """
+        said: dict[Address, bool | None] = {}
+
+        def ask(seed: Address) -> None:
+            said[seed] = answers(seed)
+
         while seeds:
-            for seed in seeds:
-                if listens(seed):
-                    return seed
-            if may_be_first:
-                return None
-            self._go_on(
-                deadline,
-                f"nobody listens at {', '.join(map(str, seeds))}. Check that a seed runs there, and"
-                " that it is reached from here; and then, that all have the same passphrase.",
-            )
-        return None
+            at_once([partial(ask, seed) for seed in seeds])
+            if found := [seed for seed in seeds if said[seed]]:
+                return found
+            silent = [seed for seed in seeds if said[seed] is False]
+            if may_be_first and not silent:
+                return []
+            if silent:
+                trouble = (
+                    f"what listens at {_listed(silent)} does not answer. It may be halted: let it"
+                    " go on, or name others."
+                )
+            else:
+                trouble = (
+                    f"nobody listens at {_listed(seeds)}. Check that a seed runs there, and that"
+                    " it is reached from here; and then, that all have the same passphrase."
+                )
+            self._go_on(deadline, trouble)
+        return []
 
     def _await_others(self, runtime: Runtime, seed: Address, deadline: float) -> None:
         """Until Pulsing has met others: by itself it would go on alone, and say nothing."""

@@ -4,7 +4,8 @@
 
 Names spread to all members within milliseconds and are looked up in memory, so that finding nodes
 asks nobody: neither a busy node nor one whose event loop is at a standstill is overlooked. Whether
-a node is alive is seen by speaking with it, never by what Pulsing believes.
+a node is alive is seen by speaking with it, never by what Pulsing believes: where one is halted or
+out of reach, it holds all others to be dead as well after half a minute, for as long.
 """
 
 from __future__ import annotations
@@ -40,14 +41,21 @@ async def withdraw(system: Any, path: str) -> None:
 
 
 async def nodes(system: Any) -> list[Member]:
-    """The nodes that own buckets, as far as they are known; of each name the latest."""
-    gone = {m["node_id"] for m in await system.members() if m["status"] == "Dead"}
+    """The nodes that own buckets, as far as they are known; of each name the latest.
+
+    Those that Pulsing holds to be dead are doubtful.
+    """
+    dead = {m["node_id"] for m in await system.members() if m["status"] == "Dead"}
     latest: dict[str, tuple[int, Member]] = {}
     for actor in await system.all_named_actors():
-        if not actor["path"].startswith(PREFIX) or gone.issuperset(actor["instances"]):
+        if not actor["path"].startswith(PREFIX) or not actor["instances"]:
             continue
         name, address, started = actor["path"].removeprefix(PREFIX).split("/")
-        member = Member(bytes.fromhex(name).decode(), bytes.fromhex(address).decode())
+        member = Member(
+            bytes.fromhex(name).decode(),
+            bytes.fromhex(address).decode(),
+            doubtful=dead.issuperset(actor["instances"]),
+        )
         known = latest.get(member.name)
         if known is None or known[0] < int(started, 16):
             latest[member.name] = int(started, 16), member

@@ -101,7 +101,11 @@ class Mover:
     def _stable(self, members: Sequence[Member]) -> list[Member]:
         """Those of the other nodes that have been members without a break for long enough."""
         now, own = time.monotonic(), self._node.member
-        others = [node for node in members if own.name != node.name and own.address != node.address]
+        others = [
+            node
+            for node in members
+            if own.name != node.name and own.address != node.address and not node.doubtful
+        ]
         self._since = {node: self._since.get(node, now) for node in others}
         self._left_alone = {key: until for key, until in self._left_alone.items() if until > now}
         return [node for node, since in self._since.items() if now - since >= STABLE_SECONDS]

@@ -78,7 +78,7 @@ class Node:
         """The answer to a request. Raises StaleOwner for a bucket that is not this node's."""
         header = request.header
         if header["op"] == "nodes":
-            nodes = [[node.name, node.address] for node in self.discover()]
+            nodes = [[node.name, node.address, node.doubtful] for node in self.discover()]
             return Message({"nodes": nodes}), None
         key = Key(header["queue"], header["storage_path"], int(header["bucket"]))
         if header["op"] == "knows":

@@ -68,9 +68,10 @@ class Runtime:
             raise PersistingError(f"Pulsing cannot listen at {address}: {reason}") from error
         except TimeoutError as error:
             raise WaitTimeout(
-                f"Pulsing did not start at {address} within {START_SECONDS:g} s: a seed of"
-                f" {', '.join(map(str, seeds))} listens and does not answer. It may be halted; let"
-                " it go on, or name others."
+                f"Pulsing did not start at {address} within {START_SECONDS:g} s: it waits for a"
+                f" member that is halted or out of reach, one of {', '.join(map(str, seeds))} or"
+                " one that these know. Let that one go on, or try again in half a minute, when"
+                " the others hold it to be dead."
             ) from error
         self._started_here = True
         send_at_once(parse(self.system.addr, "addr").port)

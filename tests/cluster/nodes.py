@@ -315,7 +315,7 @@ def nodes_seen() -> list[str]:
     """Names of the nodes that this process knows of."""
     from persisting_torch.cluster.runtime import current
 
-    return sorted(member.name for member in current().discover())
+    return sorted(node.name for node in current().discover() if not node.doubtful)
 
 
 def buckets_owned() -> list[tuple[str, int]]:

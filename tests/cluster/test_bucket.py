@@ -67,13 +67,13 @@ def test_an_owner_that_cannot_reach_another_is_not_silent(owner: Owner) -> None:
 
     owner.say = say
     ask(owner)
-    assert not owner.finder._is_silent(owner.server.address)
+    assert not owner.finder.is_silent(owner.server.address)
 
 
 def test_an_owner_that_does_not_answer_is_left_alone_for_a_while(owner: Owner) -> None:
     owner.say = lambda: time.sleep(1.4) or Message({})  # type: ignore[func-returns-value]
     ask(owner)
-    assert owner.finder._is_silent(owner.server.address)
+    assert owner.finder.is_silent(owner.server.address)
 
 
 @pytest.mark.parametrize("replaced", [True, False], ids=["replaced", "still the owner"])

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from persisting_torch.cluster.runtime import current
 from tests.cluster import work
 from tests.cluster.apart import Network, OwnStorage
 from tests.cluster.nodes import Cluster, Pending, spread
@@ -75,6 +76,27 @@ def test_an_answer_that_has_become_old_is_not_given(nodes: Cluster, path: str) -
     halted.go_on()
     assert asking.result() == {"snapshot": "StaleOwner"}
     workers.end()
+
+
+def nodes_believed_to_live() -> int:
+    return sum(not node.doubtful for node in current().discover())
+
+
+def test_who_comes_while_a_node_is_halted_finds_those_that_live(
+    nodes: Cluster, path: str, tmp_path: Path
+) -> None:
+    nodes.grow(3)
+    client = nodes.client()
+    first = client.call(work.fill, path, 0, 256)
+    halted = owner(nodes, path, 0)
+    halted.stop()
+    # Pulsing takes the others, which live, for dead as well.
+    work.await_so(lambda: client.call(nodes_believed_to_live) == 0, 60, "to be believed dead")
+    second = nodes.client().call(work.fill, path, 256, 256)
+    assert client.call(work.fill, str(tmp_path / "another"), 0, 16) == list(range(16))
+    halted.go_on()
+    found = client.call(work.records, path)
+    each_once([record["uid"] for record in found], [*first, *second])
 
 
 @pytest.mark.soak

@@ -45,7 +45,7 @@ sys.modules[engine.__name__] = engine
 engine.BucketStorage = lambda key, ownership, finder, fsync: Stub(key, ownership)
 
 def nodes():
-    return sorted(node.name for node in runtime.current().discover())
+    return sorted(node.name for node in runtime.current().discover() if not node.doubtful)
 
 def await_nodes(count, seconds=30):
     deadline = time.monotonic() + seconds
@@ -257,6 +257,18 @@ def test_a_seed_that_is_not_there_is_an_error_that_says_so():
         assert f"nobody listens at {seed}" in text
         assert "passphrase" in text
         assert 0.9 < seconds < 10
+
+
+@pytest.mark.parametrize("secret", [SECRET, None], ids=["secured", "open"])
+def test_a_halted_seed_is_an_error_that_says_so(secret):
+    with member(passphrase=secret) as halted:
+        _, seed, _ = halted.said()
+        halted.send(signal.SIGSTOP)
+        with member(seeds=[seed], passphrase=secret, timeout=2) as stranger:
+            kind, text, _ = stranger.said()
+            assert kind == "WaitTimeout"
+            assert f"what listens at {seed} does not answer. It may be halted" in text
+        halted.send(signal.SIGCONT)
 
 
 def test_a_port_that_is_taken_is_an_error_and_another_try_may_follow():
