@@ -96,6 +96,10 @@ def rank_nodes(nodes: Sequence[Member], target: Target) -> list[Member]:
     return sorted(nodes, key=weight, reverse=True)
 
 
+class _Away(BucketUnavailable):
+    """A bucket's owner is known, and does not answer."""
+
+
 class Finder:
     """Finds the owners of buckets, and remembers them until it is told that they are gone.
 
@@ -182,17 +186,24 @@ class Finder:
     def _look(
         self, target: Target, nodes: list[Member], deadline: float
     ) -> tuple[Found | None, str]:
-        """Ask the nodes in turn; the owner, or why there is none."""
-        trouble = "there are no nodes."
+        """Ask the nodes in turn; the owner, or why there is none.
+
+        Doubtful ones, which may be dead and cost seconds, only where no other one knows an owner.
+        """
+        trouble, is_away = "", False
         ranked = rank_nodes(nodes, target)
         for node in [node for node in ranked if not self.is_silent(node.address)] or ranked:
+            if is_away and node.doubtful:
+                break
             try:
                 return self._ask(node, target), ""
             except (PersistingError, OSError) as error:
-                trouble = str(error)
+                is_away = is_away or isinstance(error, _Away)
+                # That one which is dead does not answer says less than what a living one knows.
+                trouble = trouble if trouble and node.doubtful else str(error)
             if time.monotonic() >= deadline:
                 break
-        return None, trouble
+        return None, trouble or "there are no nodes."
 
     def _ask(self, node: Member, target: Target) -> Found:
         """The owner as a node knows it, if it lives; the node itself takes it if nobody lives."""
@@ -202,8 +213,11 @@ class Finder:
         address = answer["address"]
         if address != node.address:
             if self.is_silent(address):
-                raise BucketUnavailable(f"its owner {answer['node']} at {address} does not answer.")
-            self._hear(address, "alive", target)
+                raise _Away(f"its owner {answer['node']} at {address} does not answer.")
+            try:
+                self._hear(address, "alive", target)
+            except BucketUnavailable as error:
+                raise _Away(str(error)) from error
         return Found(
             target, self.way(address), answer["node"], answer["epoch"], answer["incarnation"]
         )

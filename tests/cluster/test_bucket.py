@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,12 +23,12 @@ Say = Callable[[], Message]
 class Owner:
     """A process that says that it owns the bucket, and of anything else what the test wants.
 
-    `knows`: the process that it says owns it instead.
+    `knows`: the process that it says owns it instead; None where it sees none.
     """
 
     def __init__(self, name: str = "node") -> None:
         self.name = name
-        self.knows = self
+        self.knows: Owner | None = self
         self.say: Say = lambda: Message({})
         self.asked: list[str] = []
         self.server = Server("127.0.0.1", self.answer, None)
@@ -38,6 +39,8 @@ class Owner:
         op = request.header["op"]
         self.asked.append(op)
         if op == "where":
+            if self.knows is None:
+                raise BucketUnavailable("it lies on storage that this node does not see")
             node, address = self.knows.name, self.knows.server.address
             own = {"address": address, "node": node, "epoch": 1, "incarnation": "i"}
             return Message(own), None
@@ -95,3 +98,29 @@ def test_an_owner_that_was_silent_is_looked_for_once_before_it_is_asked_for_anot
             assert {one.node for one in now} == {"other" if replaced else "node"}
         assert other.asked == ["where"] * len(targets[1:])
         finder.close()
+
+
+def test_one_that_others_hold_to_be_dead_is_asked_where_no_other_knows_an_owner(
+    owner: Owner,
+) -> None:
+    with closing(Owner("living")) as living, closing(Owner("dead")) as dead:
+        doubtful = replace(owner.member, doubtful=True)
+        finder = Finder(lambda: [doubtful, living.member], None)
+        targets = [Target("q", "/data", number) for number in range(3)]
+        assert finder.owner(targets[0], time.monotonic() + 20).node == "living"
+        assert owner.asked == []
+        living.knows = None
+        assert finder.owner(targets[1], time.monotonic() + 20).node == "node"
+        assert owner.asked == ["where"]
+        living.knows = dead
+        dead.close()
+        with pytest.raises(BucketUnavailable, match=f"process at {dead.server.address} does not"):
+            finder.owner(targets[2], time.monotonic() + 0.2)
+        assert owner.asked == ["where"]
+        finder.close()
+
+
+def test_where_all_are_held_to_be_dead_those_that_answer_are_found(owner: Owner) -> None:
+    finder = Finder(lambda: [replace(owner.member, doubtful=True)], None)
+    assert finder.owner(TARGET, time.monotonic() + 20).node == "node"
+    finder.close()
