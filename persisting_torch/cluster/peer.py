@@ -17,13 +17,13 @@ from persisting_torch.queue.pieces import in_pieces
 
 ANSWER = b"persisting_torch answer"
 HERE = "here"  # the action that is answered at once, by nothing
-HERE_SECONDS = 0.25
+HERE_SECONDS = 0.5
 CHUNK_BYTES = 1 << 20  # messages of 256 KB to 4 MB stream fastest
 ALIGNMENT = 64  # bytes, as torch likes it
 CONNECT_OPTIONS = [
     ("grpc.enable_http_proxy", 0),
     ("grpc.initial_reconnect_backoff_ms", 50),
-    ("grpc.min_reconnect_backoff_ms", 50),
+    ("grpc.min_reconnect_backoff_ms", 1000),  # that one try to connect may take, a busy peer's too
     ("grpc.max_reconnect_backoff_ms", 200),
     ("grpc.use_local_subchannel_pool", 1),  # else a new client may use the connection of an old one
     ("grpc.max_send_message_length", -1),

@@ -20,6 +20,7 @@ from persisting_torch.cluster.bucket import Bucket
 from persisting_torch.cluster.finder import Finder, Target
 from persisting_torch.cluster.head import Head
 from persisting_torch.cluster.node import Node
+from persisting_torch.cluster.plane import Peer
 from persisting_torch.cluster.replica import Replica
 from persisting_torch.cluster.service import LedgerService
 from persisting_torch.cluster.ways import Near
@@ -323,16 +324,17 @@ def test_an_owner_that_was_halted_and_replaced_neither_writes_nor_answers(family
     note(own, "before")
     old, new = owner_and_other(family, own._head)
     old.ask("remember")
+    target = own._head.bucket.target
+    old_way = Peer(old.address, None)  # of its own, and open: what it is asked arrives
+    old_way.ask(Message({"op": "alive", **target.header}), 20.0)
     old.send(signal.SIGSTOP)
     old.tell(["note", "by the old owner itself"])
     note(own, "during")
     wait_for_owner(family.folder, new)
 
-    old_way = own._head.bucket._finder.way(old.address)
     answers: list[Any] = []
 
     def ask(op: str, **header: Any) -> None:
-        target = own._head.bucket.target
         try:
             answers.append(old_way.ask(Message({"op": op, **target.header, **header}), 20.0))
         except PersistingError as error:
@@ -349,6 +351,7 @@ def test_an_owner_that_was_halted_and_replaced_neither_writes_nor_answers(family
     old.send(signal.SIGCONT)
     for thread in threads:
         thread.join()
+    old_way.close()
     assert [type(answer) for answer in answers] == [StaleOwner] * 4
     assert "StaleOwner" in old.said()["error"]
     note(own, "after")
