@@ -23,7 +23,7 @@ ALIGNMENT = 64  # bytes, as torch likes it
 CONNECT_OPTIONS = [
     ("grpc.enable_http_proxy", 0),
     ("grpc.initial_reconnect_backoff_ms", 50),
-    ("grpc.min_reconnect_backoff_ms", 1000),  # that one try to connect may take, a busy peer's too
+    ("grpc.min_reconnect_backoff_ms", 500),  # that one try to connect may take, to a busy peer, too
     ("grpc.max_reconnect_backoff_ms", 200),
     ("grpc.use_local_subchannel_pool", 1),  # else a new client may use the connection of an old one
     ("grpc.max_send_message_length", -1),
