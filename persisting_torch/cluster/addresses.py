@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from persisting_torch.errors import PersistingError
@@ -42,6 +43,11 @@ def parse(text: str, what: str) -> Address:
         return Address(ipaddress.ip_address(host.strip("[]")), number)
     except ValueError:
         return Address(ipaddress.ip_address(look_up(host, what)), number)
+
+
+def listed(addresses: Iterable[Address]) -> str:
+    """Addresses, as messages name them."""
+    return ", ".join(map(str, addresses))
 
 
 def look_up(host: str, what: str) -> str:

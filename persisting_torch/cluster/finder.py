@@ -6,6 +6,7 @@ import hashlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -173,14 +174,12 @@ class Finder:
         if self._stayed.get(target) == until:
             return known
         self._stayed[target] = until
-        ranked = [node for node in self.nodes() if not self.is_silent(node.address)]
-        for node in rank_nodes(ranked, target)[:1]:
-            try:
-                known = self._ask(node, target)
-            except (PersistingError, OSError):
-                break
-            with self._lock:
-                self._owners[target] = known
+        others = [node for node in self.nodes() if not self.is_silent(node.address)]
+        if others:
+            with suppress(PersistingError, OSError):
+                known = self._ask(rank_nodes(others, target)[0], target)
+                with self._lock:
+                    self._owners[target] = known
         return known
 
     def _look(

@@ -15,6 +15,7 @@ from persisting_torch.cluster import runtime as runtimes
 from persisting_torch.cluster.addresses import (
     Address,
     answers,
+    listed,
     look_up,
     own_address,
     parse,
@@ -122,10 +123,6 @@ async def shutdown() -> None:
         await in_thread(runtime.end)
 
 
-def _listed(addresses: Sequence[Address]) -> str:
-    return ", ".join(map(str, addresses))
-
-
 @dataclass
 class _Join:
     """One try to become part of a cluster."""
@@ -192,12 +189,12 @@ class _Join:
                 return []
             if silent:
                 trouble = (
-                    f"what listens at {_listed(silent)} does not answer. It may be halted: let it"
+                    f"what listens at {listed(silent)} does not answer. It may be halted: let it"
                     " go on, or name others."
                 )
             else:
                 trouble = (
-                    f"nobody listens at {_listed(seeds)}. Check that a seed runs there, and that"
+                    f"nobody listens at {listed(seeds)}. Check that a seed runs there, and that"
                     " it is reached from here; and then, that all have the same passphrase."
                 )
             self._go_on(deadline, trouble)

@@ -5,7 +5,7 @@
 Names spread to all members within milliseconds and are looked up in memory, so that finding nodes
 asks nobody: neither a busy node nor one whose event loop is at a standstill is overlooked. Whether
 a node is alive is seen by speaking with it, never by what Pulsing believes: where one is halted or
-out of reach, it holds all others to be dead as well after half a minute, for as long.
+out of reach, it may hold all others to be dead as well after half a minute, for as long.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from persisting_torch.cluster import membership
-from persisting_torch.cluster.addresses import Address, parse, send_at_once
+from persisting_torch.cluster.addresses import Address, listed, parse, send_at_once
 from persisting_torch.cluster.finder import Finder, Member
 from persisting_torch.cluster.handle import Handle
 from persisting_torch.cluster.loop import LoopThread
@@ -69,7 +69,7 @@ class Runtime:
         except TimeoutError as error:
             raise WaitTimeout(
                 f"Pulsing did not start at {address} within {START_SECONDS:g} s: it waits for a"
-                f" member that is halted or out of reach, one of {', '.join(map(str, seeds))} or"
+                f" member that is halted or out of reach, one of {listed(seeds)} or"
                 " one that these know. Let that one go on, or try again in half a minute, when"
                 " the others hold it to be dead."
             ) from error

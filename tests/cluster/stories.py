@@ -24,6 +24,7 @@ from persisting_torch import (
     ShuffleSampler,
 )
 from persisting_torch.queue.report import verify
+from tests.producers import hold_to_be_dead
 
 
 def plain(value: Any) -> Any:
@@ -304,16 +305,12 @@ def work_that_was_lost(queue: Queue) -> Any:
     """A producer is held to be dead, and lives again, amid a put of what it had claimed."""
     queue.sync.put([{"id": id} for id in range(4)])
     queue.sync.flush()
-    producers, reads = queue.engine.producers, queue.engine.reads
+    reads = queue.engine.reads
     check = reads.check_indexes
 
     def amid_the_put(*arguments: Any) -> None:
-        told = "alive"
-        while told == "alive":  # it may have beaten between the look and the burial
-            [one] = [each for each, _ in producers.look()]
-            producers._bury([(one, "failed: it was stopped")])
-            told = queue.sync.stats()["producers"]["mine"]["state"]
-        producers.beat()
+        hold_to_be_dead(queue, "mine")
+        queue.engine.producers.beat()
         check(*arguments)
 
     with queue.producer("mine"):

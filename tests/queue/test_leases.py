@@ -27,8 +27,8 @@ from hypothesis.stateful import (
 
 from persisting_torch import BatchMeta, KVInterface, Queue, StaleOwner
 from persisting_torch.queue import registry
-from persisting_torch.queue.leases import holders
 from persisting_torch.queue.sets import unpack_set
+from tests.producers import hold_to_be_dead
 from tests.queue import children
 
 
@@ -61,16 +61,6 @@ def failing(queue: Queue) -> Iterator[None]:
     with contextlib.suppress(ZeroDivisionError), queue.producer("one"):
         yield
         raise ZeroDivisionError
-
-
-def hold_to_be_dead(queue: Queue, name: str) -> None:
-    """As another process would enter it of a producer that was stopped."""
-    producers, is_held = queue.engine.producers, True
-    while is_held:  # it may have beaten between the look and the burial
-        [one] = [each for each, _ in producers.look() if each.name == name]
-        producers._bury([(one, "failed: it was stopped")])
-        with queue.engine.ledger.reading() as tx:
-            is_held = name in holders(tx)
 
 
 def fail(queue: Queue, *, claims: int, finishes: int) -> BatchMeta:
